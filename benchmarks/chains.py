@@ -21,7 +21,7 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.remote.rows import JobRow
+from nemo_run_ray.remote.spec import JobRow
 
 #: Jobs of the chain; as many of it, and as many of the loop, are in flight at a time.
 JOBS, IN_FLIGHT = 120, 2

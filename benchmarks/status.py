@@ -16,8 +16,7 @@ from nemo_run_ray import ExistingCluster
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.store import INTENT, SUBMITTED, store_of
-from nemo_run_ray.remote.rows import NONCE_KEY
-from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec
+from nemo_run_ray.remote.spec import NONCE_KEY, DispatchedJobSpec, DispatchSpec
 from tests.fake_ray import NODE, FakeRay, fake_ray
 from tests.rooms import FakeNode, supervisor, tables
 

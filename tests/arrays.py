@@ -17,8 +17,8 @@ from nemo_run_ray import array
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.plan.array import Array
 from nemo_run_ray.remote.array.elements import ENDED, read_records
-from nemo_run_ray.remote.attempts import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.node.rundir import run_dirs
+from nemo_run_ray.remote.status import JOURNAL_FILE, file_of
 from tests import array_tasks
 from tests.conftest import processes_of, processes_where
 

@@ -18,11 +18,10 @@ from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
 from nemo_run_ray.fields import version_of
-from nemo_run_ray.remote.attempts import CANCELLED, CLAIM_KEY, claim_body, first_id
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient, Unanswered
 from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
-from nemo_run_ray.remote.rows import NONCE_KEY
-from nemo_run_ray.remote.spec import DispatchSpec
+from nemo_run_ray.remote.spec import NONCE_KEY, DispatchSpec
+from nemo_run_ray.remote.status import CANCELLED, CLAIM_KEY, claim_body, first_id
 from tests.http_server import Handler, serving
 
 NOW = 1_800_000_000.0

@@ -22,7 +22,7 @@ from nemo_run_ray.experiment.job import RemoteJob, with_begin_times
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import AttemptRecord, Attempts, store_of
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.rows import ArrayRows, GroupRows
+from nemo_run_ray.remote.spec import ArrayRows, GroupRows
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 _COLORS = {

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ValidationError
 from nemo_run_ray.cluster_files.schema import ClusterFile, EnvPart
 from nemo_run_ray.errors import ConfigError, NoClusterFile
 from nemo_run_ray.fields import credentials_in, looks_like_credential, nearest
-from nemo_run_ray.remote.trust import why_untrusted
+from nemo_run_ray.remote.files import why_untrusted
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,7 +16,7 @@ from nemo_run.config import ConfigurableMixin
 from nemo_run_ray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_run_ray.remote.rows import JobRows
+    from nemo_run_ray.remote.spec import JobRows
 
 #: The class of each kind, which is imported when it is used.
 _KINDS = {"existing": "ExistingCluster", "local": "LocalCluster", "slurm": "SlurmCluster"}

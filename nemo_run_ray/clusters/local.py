@@ -53,13 +53,21 @@ from nemo_run_ray.remote.dashboard import (
     Unanswered,
     UnknownAnswer,
 )
-from nemo_run_ray.remote.files import ENDS_AT, LASTS_S, LIFE, RENEWS, RUN, write_file
+from nemo_run_ray.remote.files import (
+    ENDS_AT,
+    LASTS_S,
+    LIFE,
+    RENEWS,
+    RUN,
+    open_own,
+    why_untrusted,
+    write_file,
+)
 from nemo_run_ray.remote.local_watch import is_running, process_identity
 from nemo_run_ray.remote.node.output import copy_end
 from nemo_run_ray.remote.node.supervise import descendants, kill, marked
-from nemo_run_ray.remote.rows import job_rows, rows_in
+from nemo_run_ray.remote.spec import job_rows, rows_in
 from nemo_run_ray.remote.status import is_active
-from nemo_run_ray.remote.trust import open_own, why_untrusted
 
 log = logging.getLogger(__name__)
 

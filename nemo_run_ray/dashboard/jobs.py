@@ -24,7 +24,7 @@ from nemo_run_ray.errors import ClusterError, JobRefused, SubmissionError, Taken
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.remote.dashboard import is_passing, refuses_job
 from nemo_run_ray.remote.end_record import LostEnds
-from nemo_run_ray.remote.rows import JobRow, JobRows, fits, job_row, job_rows
+from nemo_run_ray.remote.spec import JobRow, JobRows, fits, job_row, job_rows
 from nemo_run_ray.remote.status import is_pending, is_running
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.

@@ -25,7 +25,7 @@ from nemo_run_ray.clusters.base import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
 from nemo_run_ray.errors import JobError, StreamCut, Unanswered, Unauthorised
 from nemo_run_ray.remote.dashboard import LOG_FILE, log_query
-from nemo_run_ray.remote.rows import JobRow
+from nemo_run_ray.remote.spec import JobRow
 from nemo_run_ray.remote.status import JobState, is_active, state_of_row
 
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.

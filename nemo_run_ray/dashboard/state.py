@@ -17,11 +17,10 @@ from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
 from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unauthorised
 from nemo_run_ray.fields import brings_python
-from nemo_run_ray.remote.attempts import file_of
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.fit import Node
-from nemo_run_ray.remote.rows import JobRow, fits, job_rows, status_file_name
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason, cause_of, is_active
+from nemo_run_ray.remote.spec import JobRow, fits, job_rows, status_file_name
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason, cause_of, file_of, is_active
 
 #: Seconds until an answer must have come that a status can do without, of those that explain why a
 #: job waits for room, and of those of an inspection.

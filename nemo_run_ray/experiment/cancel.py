@@ -22,7 +22,7 @@ from nemo_run_ray.experiment.job import RemoteJob, record
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.ids import DISPATCHER
-from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.spec import JobRows
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason, is_active, is_running
 
 #: Jobs that are cancelled at the same time: each that waits for room takes some seconds.

@@ -46,24 +46,32 @@ from nemo_run_ray.experiment.store import (
 )
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.plan.job import dispatcher_entrypoint
-from nemo_run_ray.remote.attempts import (
+from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
+from nemo_run_ray.remote.files import write_file
+from nemo_run_ray.remote.node.rundir import DISPATCH
+from nemo_run_ray.remote.spec import (
+    NONCE_KEY,
+    SUBMISSION_ID,
+    DispatchedJobSpec,
+    DispatchSpec,
+    JobRows,
+    from_json,
+    nonce_of,
+)
+from nemo_run_ray.remote.status import (
     CANCELLED,
     STOP_AGAIN_S,
     STOP_TRUST_S,
     Attempt,
     JobExit,
+    JobState,
     attempt_id,
     attempt_of_row,
     attempts_of,
     claim_body,
     first_id,
+    is_pending,
 )
-from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
-from nemo_run_ray.remote.files import write_file
-from nemo_run_ray.remote.node.rundir import DISPATCH
-from nemo_run_ray.remote.rows import NONCE_KEY, JobRows, nonce_of
-from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec, from_json
-from nemo_run_ray.remote.status import JobState, is_pending
 
 _T = TypeVar("_T")
 #: Name of the folder of dispatches.

@@ -11,7 +11,7 @@ from typing import Any
 from nemo_run.config import SCRIPTS_DIR
 
 from nemo_run_ray.errors import ConfigError, JobError
-from nemo_run_ray.remote.rows import ArrayRows, GroupRows
+from nemo_run_ray.remote.spec import ArrayRows, GroupRows
 
 #: First and last index of elements in a row.
 Range = tuple[int, int]

@@ -24,7 +24,7 @@ from nemo_run_ray.remote.fit import (
     scarce,
     why_not,
 )
-from nemo_run_ray.remote.rows import JobRow
+from nemo_run_ray.remote.spec import JobRow
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 #: Seconds that a start takes where there is room; before that nothing is asked.

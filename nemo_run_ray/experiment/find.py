@@ -13,8 +13,7 @@ from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.experiment.store import JobRecord, store_of
 from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
-from nemo_run_ray.remote.files import write_file
-from nemo_run_ray.remote.trust import why_untrusted
+from nemo_run_ray.remote.files import why_untrusted, write_file
 
 #: Digits of seconds since the epoch, until the year 2286.
 _DIGITS_OF_SECONDS = 10

@@ -74,17 +74,9 @@ from nemo_run_ray.experiment.store import (
     store_of,
 )
 from nemo_run_ray.experiment.tend import tend
-from nemo_run_ray.remote.attempts import (
-    NODE_DEAD_S,
-    RESULTS_FILE,
-    STATES_FILE,
-    JobExit,
-    attempt_id,
-    first_id,
-)
 from nemo_run_ray.remote.end_record import end_mark, record_in
 from nemo_run_ray.remote.node.output import CUT, MAY_BE_LEFT, NO_PROCESS_LEFT
-from nemo_run_ray.remote.rows import (
+from nemo_run_ray.remote.spec import (
     ARRAY,
     GROUP,
     NONCE_KEY,
@@ -95,11 +87,17 @@ from nemo_run_ray.remote.rows import (
     nonce_of,
 )
 from nemo_run_ray.remote.status import (
+    NODE_DEAD_S,
+    RESULTS_FILE,
+    STATES_FILE,
+    JobExit,
     JobState,
     JobStatus,
     Phase,
     Reason,
     ReplicaState,
+    attempt_id,
+    first_id,
     is_active,
     is_pending,
     state_of_row,

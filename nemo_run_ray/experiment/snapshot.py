@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.remote.rows import JobRows
+from nemo_run_ray.remote.spec import JobRows
 
 #: Seconds in which a head that recovers may answer before it knows its jobs.
 _RECOVERS_S = 2.0

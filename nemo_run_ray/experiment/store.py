@@ -24,12 +24,18 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.ids import LEDGER
-from nemo_run_ray.remote.attempts import Attempt, attempt_id, attempt_of_row, attempts_of
-from nemo_run_ray.remote.files import replacing, write_file
+from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
 from nemo_run_ray.remote.node.output import CUT
-from nemo_run_ray.remote.rows import JobRows, fits
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason
-from nemo_run_ray.remote.trust import why_untrusted
+from nemo_run_ray.remote.spec import JobRows, fits
+from nemo_run_ray.remote.status import (
+    Attempt,
+    JobState,
+    JobStatus,
+    Reason,
+    attempt_id,
+    attempt_of_row,
+    attempts_of,
+)
 
 log = logging.getLogger(__name__)
 

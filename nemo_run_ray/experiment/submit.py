@@ -40,17 +40,17 @@ from nemo_run_ray.experiment.store import (
 )
 from nemo_run_ray.ids import HANDLE, dispatcher_id
 from nemo_run_ray.plan.job import JobPlan, joined_places
-from nemo_run_ray.remote.attempts import DISPATCHER_KEY
 from nemo_run_ray.remote.end_record import lock_of, proof_of
 from nemo_run_ray.remote.fit import ResourceRequest, request_of
-from nemo_run_ray.remote.rows import LOCK_KEY, nonce_of
 from nemo_run_ray.remote.spec import (
+    LOCK_KEY,
     ArraySpec,
     DispatchSpec,
     GroupSpec,
     OutsideSpec,
+    nonce_of,
 )
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import DISPATCHER_KEY, JobState, JobStatus, Reason
 
 #: The client hands over at most this many jobs; more wait on the cluster, where a dispatcher limits
 #: them to what the head's memory suffices for (110 MB each).

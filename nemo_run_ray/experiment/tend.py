@@ -20,10 +20,9 @@ from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.experiment.dispatch import Dispatch, DispatchStatus, start_dispatcher
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import JobRecord, store_of
-from nemo_run_ray.remote.attempts import first_id
 from nemo_run_ray.remote.dispatch.decide import Do
-from nemo_run_ray.remote.rows import JobRows, nonce_of
-from nemo_run_ray.remote.status import is_running
+from nemo_run_ray.remote.spec import JobRows, nonce_of
+from nemo_run_ray.remote.status import first_id, is_running
 
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,9 @@ from nemo_run_ray.plan.roles import (
     packagers,
     task_spec,
 )
-from nemo_run_ray.remote.attempts import DISPATCHER_KEY, PERMANENT_KEY, RETRIES_KEY, JobExit
-from nemo_run_ray.remote.rows import NONCE_KEY
 from nemo_run_ray.remote.spec import (
     CODE,
+    NONCE_KEY,
     SUBMISSION_ID,
     ArraySpec,
     DispatchedJobSpec,
@@ -41,6 +40,7 @@ from nemo_run_ray.remote.spec import (
     ProbeSpec,
     RoleSpec,
 )
+from nemo_run_ray.remote.status import DISPATCHER_KEY, PERMANENT_KEY, RETRIES_KEY, JobExit
 
 #: Name under which the half on the cluster is sent.
 REMOTE_PACKAGE = "nemo_run_ray_remote"

@@ -23,10 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Dict, Iterable, Iterator, List, Mapping, Set, Tuple
 
-from .attempts import first_id
 from .files import LIFE, RUN
-from .rows import JobRow, JobRows, job_rows
-from .status import is_active, is_pending
+from .spec import JobRow, JobRows, job_rows
+from .status import first_id, is_active, is_pending
 
 #: Names in the folder of a cluster, of an allocation and of a run.
 DISPATCHES, IDS, RENEWED, TABLE = "dispatches", "ids", "renewed", "jobs.json"

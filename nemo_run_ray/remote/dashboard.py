@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 from urllib.parse import quote, urlencode, urlsplit
 
-from .rows import JobRow, fits, job_row
+from .spec import JobRow, fits, job_row
 
 #: Variable in every process of an embedded Ray: its folder.
 EMBEDDED = "NEMO_RUN_RAY_LOCAL"

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
-from .rows import JobRow, fits, lock_of_row, nonce_of
+from .spec import JobRow, fits, lock_of_row, nonce_of
 
 #: Ray's errors that may hide an end.
 _ERRORS = {

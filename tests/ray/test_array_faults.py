@@ -20,8 +20,8 @@ from nemo_run_ray import ExistingCluster, RayExecutor, array
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.remote.array.elements import ENDED, read_records
-from nemo_run_ray.remote.attempts import JOURNAL_FILE, file_of
 from nemo_run_ray.remote.node.supervise import is_guard
+from nemo_run_ray.remote.status import JOURNAL_FILE, file_of
 from tests.arrays import COUNT, check, ended, keepers, partials, scripts
 from tests.conftest import processes_of, processes_of_home, wait_for
 from tests.flaky_proxy import CutBefore, DropAnswer, Fault, FlakyProxy

@@ -22,8 +22,7 @@ from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
 from nemo_run_ray.experiment.dispatch import start_dispatcher
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.nemo import registry as plugin
-from nemo_run_ray.remote.attempts import JobExit
-from nemo_run_ray.remote.status import JobState, Reason
+from nemo_run_ray.remote.status import JobExit, JobState, Reason
 from tests.chains import Started, Yard, step
 from tests.conftest import files_with, python, tool, wait_for
 from tests.flaky_proxy import FlakyProxy

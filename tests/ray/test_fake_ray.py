@@ -8,8 +8,8 @@ from collections.abc import Callable
 import httpx
 
 from nemo_run_ray.dashboard.jobs import _REFUSED_LABEL
-from nemo_run_ray.remote.attempts import claim_body
 from nemo_run_ray.remote.dashboard import LOG_FILE, log_query
+from nemo_run_ray.remote.status import claim_body
 from tests.conftest import wait_for
 from tests.fake_ray import fake_ray
 

@@ -40,17 +40,14 @@ _REMOTE_LINES = (
     {"hosts"},
     {"node"},
     {"carried_over"},
-    {"attempts"},
     {
         "dashboard",
         "end_record",
         "status",
         "spec",
-        "rows",
         "files",
         "fit",
         "local_watch",
-        "trust",
         "__init__",
     },
 )

@@ -21,10 +21,10 @@ from nemo_run_ray.clusters.base import ClusterArchive
 from nemo_run_ray.clusters.slurm import on_login
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, NemoRunRayError
-from nemo_run_ray.remote import trust
+from nemo_run_ray.remote import files
 from nemo_run_ray.remote.carried_over import TABLE, PreviousRun, rows_of
-from nemo_run_ray.remote.rows import JobRows, rows_in
 from nemo_run_ray.remote.slurm.folder import JOB_LOGS, HeadAddress, RunEnd
+from nemo_run_ray.remote.spec import JobRows, rows_in
 
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
@@ -41,7 +41,7 @@ _TERMINATED, _UNSAID_S = 143, 60.0
 #: Seconds for which an answer counts for what is there now.
 _TRUST_S = 2.0
 _PROGRAM = Path(on_login.__file__).read_text(encoding="utf-8")
-_TRUST = Path(trust.__file__).read_text(encoding="utf-8")
+_FILES = Path(files.__file__).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Allocations:
             "    found = types.ModuleType('module')\n"
             "    exec(text, found.__dict__)\n"
             "    return found\n"
-            f"module({_PROGRAM!a}).main({request!a}, module({_TRUST!a}).why_untrusted)"
+            f"module({_PROGRAM!a}).main({request!a}, module({_FILES!a}).why_untrusted)"
         )
         answer = json.loads(self.login.run_python(program))
         if "untrusted" in answer:

@@ -447,7 +447,7 @@ def main(request: dict[str, Any], why_untrusted: Callable[[str], str]) -> None:
 
     Args:
         request: the folder, the name of a method and its arguments.
-        why_untrusted: of ``remote/trust.py``.
+        why_untrusted: of ``remote/files.py``.
     """
     os.umask(0o077)
     folder = request["folder"]

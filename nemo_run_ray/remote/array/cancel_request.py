@@ -14,9 +14,9 @@ import time
 from contextlib import suppress
 from typing import Iterator, List, NamedTuple, Optional, Tuple
 
-from ..attempts import file_of, first_id
+from ..files import open_own
 from ..node.output import say
-from ..trust import open_own
+from ..status import file_of, first_id
 
 #: First and last index of elements in a row.
 Range = Tuple[int, int]

@@ -12,7 +12,6 @@ import os
 import time
 from typing import Any, Collection, Dict, List, Mapping, Optional, Set, Tuple
 
-from ..attempts import NODE_DEAD_S, JobExit
 from ..group.driver import connect
 from ..hosts.actors import forget_runtime_env, name
 from ..hosts.calls import Calls, Died, Pulled
@@ -20,7 +19,7 @@ from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
 from ..spec import ArraySpec
-from ..status import Reason, cause_of
+from ..status import NODE_DEAD_S, JobExit, Reason, cause_of
 from .cancel_request import CancelRequests, log_folder
 from .elements import DISK_S, ElementState, Lease, Leases
 from .hosts import Host, HostPool, HostStarts, HostState

@@ -32,10 +32,10 @@ from typing import (
     Set,
 )
 
-from ..attempts import HOSTS_FILE, JOURNAL_FILE, RESULTS_FILE, file_of, first_id
+from ..files import open_own
 from ..node.output import say
 from ..spec import ArraySpec
-from ..trust import open_own
+from ..status import HOSTS_FILE, JOURNAL_FILE, RESULTS_FILE, file_of, first_id
 from .elements_file import NAME, Elements
 
 #: A host may start the element.

@@ -32,6 +32,7 @@ from typing import (
     Tuple,
 )
 
+from ..files import open_own
 from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
 from ..node import command
@@ -49,7 +50,6 @@ from ..node.supervise import (
     marked,
     wake_at,
 )
-from ..trust import open_own
 from .elements import Lease
 from .workers import (
     ATTEMPT,

@@ -14,7 +14,6 @@ from enum import Enum
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from .. import FOLDER
-from ..attempts import first_id, node_dead_s
 from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..hosts.actors import (
     Actor,
@@ -30,6 +29,7 @@ from ..hosts.calls import Calls
 from ..node.output import say
 from ..node.rundir import jobs_folder
 from ..spec import ArraySpec
+from ..status import first_id, node_dead_s
 from .elements import Lease, Leases, LinesFile
 
 #: The module that the process of a host runs.

@@ -11,10 +11,10 @@ import time
 from contextlib import suppress
 from typing import Optional
 
-from ..attempts import STATES_FILE, file_of
 from ..files import write_file
 from ..node.output import say
-from ..rows import ArrayRows, status_file_name
+from ..spec import ArrayRows, status_file_name
+from ..status import STATES_FILE, file_of
 from .elements import ArrayProgress, ElementState
 
 #: Seconds between two writes of a file; that of all elements' states may take longer, and is

@@ -11,17 +11,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ..attempts import (
+from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
+from ..status import (
     CANCELLED,
     NODE_DEAD_S,
     NOT_PLACED,
     Attempt,
     JobExit,
+    JobState,
+    JobStatus,
+    Reason,
     attempt_id,
     attempts_of,
 )
-from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
-from ..status import JobState, JobStatus, Reason
 from .policies import TimeLeft, is_settled, status_of_attempts, with_state
 
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).

@@ -16,18 +16,6 @@ import zipfile
 from typing import Any, Callable, Dict, Mapping, Optional
 
 from .. import carried_over
-from ..attempts import (
-    STOP_AGAIN_S,
-    STOP_TRUST_S,
-    Attempt,
-    JobExit,
-    attempt_id,
-    attempt_of_row,
-    claim_body,
-    first_id,
-    node_dead_s,
-    started_as,
-)
 from ..dashboard import (
     EMBEDDED,
     DashboardClient,
@@ -39,9 +27,21 @@ from ..dashboard import (
 from ..end_record import LostEnds, lock_of, proof_of
 from ..node.output import say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
-from ..rows import LOCK_KEY
-from ..spec import DispatchedJobSpec, DispatchSpec
-from ..status import JobState, Reason
+from ..spec import LOCK_KEY, DispatchedJobSpec, DispatchSpec
+from ..status import (
+    STOP_AGAIN_S,
+    STOP_TRUST_S,
+    Attempt,
+    JobExit,
+    JobState,
+    Reason,
+    attempt_id,
+    attempt_of_row,
+    claim_body,
+    first_id,
+    node_dead_s,
+    started_as,
+)
 from .decide import Action, Decision, Do, decide
 from .policies import time_left
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Mapping, Optional, Tuple
 
-from ..attempts import CANCELLED, NOT_PLACED, Attempt
 from ..files import ENDS_AT, LASTS_S, RENEWS
-from ..status import JobState, JobStatus, Reason
+from ..status import CANCELLED, NOT_PLACED, Attempt, JobState, JobStatus, Reason
 
 #: Seconds from the end of an attempt to the next one.
 SETTLE_S = 1.0

@@ -44,8 +44,7 @@ from ..hosts.calls import Answer, Calls, Died, Pulled
 from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
-from ..rows import GroupRows, status_file_name
-from ..spec import RENDEZVOUS, GroupSpec, RoleSpec, env_key
+from ..spec import RENDEZVOUS, GroupRows, GroupSpec, RoleSpec, env_key, status_file_name
 from ..status import Phase, Reason, ReplicaState
 from . import machine
 from .machine import Event, Group, Kind, Outcome, Replica

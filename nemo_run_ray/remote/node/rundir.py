@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 
-from ..trust import own_folder
+from ..files import own_folder
 
 #: File in the code archive that keeps what Ray's unpacking drops: executable bits, symlinks, and
 #: the names of the files in ``RENAMED``.

@@ -26,21 +26,24 @@ from contextlib import closing, suppress
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set, cast
 
 from .. import carried_over
-from ..attempts import (
-    Attempt,
-    JobExit,
-    attempt_id,
-    attempt_of_row,
-    attempts_of,
-    first_id,
-    started_as,
-)
 from ..dashboard import DashboardClient, RequestRefused, Unanswered
 from ..end_record import LostEnds
 from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
 from ..node.output import say
-from ..rows import JobRow, JobRows
-from ..status import JobState, Reason, is_active, status_of_row
+from ..spec import JobRow, JobRows
+from ..status import (
+    Attempt,
+    JobExit,
+    JobState,
+    Reason,
+    attempt_id,
+    attempt_of_row,
+    attempts_of,
+    first_id,
+    is_active,
+    started_as,
+    status_of_row,
+)
 from .folder import CLUSTER_FAILED, RunEnd
 from .settings import Settings
 

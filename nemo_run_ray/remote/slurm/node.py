@@ -12,10 +12,9 @@ from contextlib import suppress
 from typing import Any, Dict, List, Mapping, Optional, Set
 
 from ..dashboard import DASHBOARD, EMBEDDED
-from ..files import ENDS_AT, LASTS_S, RENEWS
+from ..files import ENDS_AT, LASTS_S, RENEWS, own_folder
 from ..node.output import say
 from ..node.supervise import Runner, describe_exit, explain_start
-from ..trust import own_folder
 from .folder import (
     ADDRESSES,
     BEAT_S,

@@ -17,7 +17,7 @@ from nemo_run_ray.dashboard.state import (
     room_of,
 )
 from nemo_run_ray.errors import NemoRunRayError, Unanswered
-from nemo_run_ray.remote.rows import fits
+from nemo_run_ray.remote.spec import fits
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests import rooms
 from tests.http_server import Handler, serving

@@ -18,8 +18,8 @@ from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob, record
 from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.remote.array.cancel_request import request_id
-from nemo_run_ray.remote.attempts import file_of
-from nemo_run_ray.remote.rows import status_file_name
+from nemo_run_ray.remote.spec import status_file_name
+from nemo_run_ray.remote.status import file_of
 from tests.fake_ray import FakeRay
 
 

@@ -20,8 +20,8 @@ from nemo_run_ray.experiment.dispatch import dispatches_of
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.remote.attempts import file_of
 from nemo_run_ray.remote.spec import ArraySpec, from_json
+from nemo_run_ray.remote.status import file_of
 from tests.array_tasks import train
 from tests.conftest import wait_for
 from tests.fake_ray import FAILS, GOES_ON, SUCCEEDS

@@ -27,10 +27,9 @@ from nemo_run_ray.experiment.store import (
     known,
     merged,
 )
-from nemo_run_ray.remote.attempts import CLAIM_KEY, attempt_id
 from nemo_run_ray.remote.end_record import EndRecord
-from nemo_run_ray.remote.rows import NONCE_KEY
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+from nemo_run_ray.remote.spec import NONCE_KEY
+from nemo_run_ray.remote.status import CLAIM_KEY, JobState, JobStatus, Reason, attempt_id
 from tests.fake_ray import FAILS, NODE, FakeRay, Trouble, fake_ray
 from tests.unit.experiment.conftest import Handed
 

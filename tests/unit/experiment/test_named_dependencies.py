@@ -8,7 +8,7 @@ from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, SubmissionError
 from nemo_run_ray.experiment.submit import outside_spec
 from nemo_run_ray.ids import HANDLE
-from nemo_run_ray.remote.attempts import JobExit
+from nemo_run_ray.remote.status import JobExit
 from tests.conftest import refused
 from tests.fake_ray import FAILS, FakeRay
 from tests.unit.experiment.conftest import Handed

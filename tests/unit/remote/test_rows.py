@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from nemo_run_ray.remote.attempts import attempt_of_row
-from nemo_run_ray.remote.rows import ARRAY, GROUP, fits, job_row, job_rows
+from nemo_run_ray.remote.spec import ARRAY, GROUP, fits, job_row, job_rows
+from nemo_run_ray.remote.status import attempt_of_row
 
 ROW = {
     "type": "SUBMISSION",

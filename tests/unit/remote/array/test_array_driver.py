@@ -18,11 +18,10 @@ from nemo_run_ray.remote.array.elements import (
     read_records,
 )
 from nemo_run_ray.remote.array.hosts import Backoff, Host, HostBook, HostPool, hosts_to_start
-from nemo_run_ray.remote.attempts import NODE_DEAD_S
 from nemo_run_ray.remote.hosts.calls import Died
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
 from nemo_run_ray.remote.spec import ArraySpec
-from nemo_run_ray.remote.status import Reason
+from nemo_run_ray.remote.status import NODE_DEAD_S, Reason
 from tests.unit.remote.array.pools import ID, ROLE, Calls, Cluster, Ray, Starts
 
 LABELLED = ROLE._replace(label_selector={"pool": "gpu"})

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from nemo_run_ray.remote.array import status
 from nemo_run_ray.remote.array.elements import ArrayProgress
 from nemo_run_ray.remote.array.status import StatusFile
-from nemo_run_ray.remote.rows import status_file_name
+from nemo_run_ray.remote.spec import status_file_name
 
 _ID = "run.job"
 

@@ -7,14 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.remote.attempts import (
-    CANCELLED,
-    NODE_DEAD_S,
-    NOT_PLACED,
-    Attempt,
-    attempt_id,
-    attempt_of_row,
-)
 from nemo_run_ray.remote.dispatch.decide import (
     STARTING_MAX,
     STUCK_S,
@@ -26,7 +18,17 @@ from nemo_run_ray.remote.dispatch.decide import (
 )
 from nemo_run_ray.remote.dispatch.policies import SETTLE_S, TimeLeft, time_left
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpec
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import (
+    CANCELLED,
+    NODE_DEAD_S,
+    NOT_PLACED,
+    Attempt,
+    JobState,
+    JobStatus,
+    Reason,
+    attempt_id,
+    attempt_of_row,
+)
 
 NOW = 100_000.0
 PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}

@@ -13,15 +13,6 @@ from io import BytesIO
 import pytest
 
 from nemo_run_ray.plan.job import entrypoint
-from nemo_run_ray.remote.attempts import (
-    CLAIM_KEY,
-    DISPATCHER_KEY,
-    NODE_DEAD_S,
-    NOT_PLACED,
-    PERMANENT_KEY,
-    RETRIES_KEY,
-    JobExit,
-)
 from nemo_run_ray.remote.dispatch import dispatcher
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
@@ -39,8 +30,22 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.node.output import PREFIX
 from nemo_run_ray.remote.node.rundir import KEY, SECRETS
-from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY
-from nemo_run_ray.remote.spec import SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
+from nemo_run_ray.remote.spec import (
+    LOCK_KEY,
+    NONCE_KEY,
+    SUBMISSION_ID,
+    DispatchedJobSpec,
+    DispatchSpec,
+)
+from nemo_run_ray.remote.status import (
+    CLAIM_KEY,
+    DISPATCHER_KEY,
+    NODE_DEAD_S,
+    NOT_PLACED,
+    PERMANENT_KEY,
+    RETRIES_KEY,
+    JobExit,
+)
 from tests.fake_ray import (
     EXIT_CODE_IS_LOST,
     FAILS,

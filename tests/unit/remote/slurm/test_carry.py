@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.remote.attempts import attempt_of_row
 from nemo_run_ray.remote.carried_over import (
     DISPATCHES,
     TABLE,
@@ -17,7 +16,6 @@ from nemo_run_ray.remote.carried_over import (
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
 from nemo_run_ray.remote.dispatch.policies import TimeLeft, is_settled, time_left
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
-from nemo_run_ray.remote.rows import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.slurm.carry import (
     KEEP,
     RELEASED,
@@ -27,7 +25,8 @@ from nemo_run_ray.remote.slurm.carry import (
     CarriedDispatches,
 )
 from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, RunEnd
-from nemo_run_ray.remote.status import JobState, Reason
+from nemo_run_ray.remote.spec import LOCK_KEY, NONCE_KEY
+from nemo_run_ray.remote.status import JobState, Reason, attempt_of_row
 from tests.fake_ray import EXIT_CODE_IS_LOST
 from tests.http_server import Handler, serving
 from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
