@@ -94,7 +94,7 @@ def _left(job: RemoteJob) -> list[Path]:
 
 def keepers(job: RemoteJob) -> list[int]:
     """The processes of this package that look after elements, and their guards."""
-    mark = f"NEMO_RUN_RAY_KEEPER={job.id}/".encode()
+    mark = f"NEMO_RUN_RAY_SUPERVISOR={job.id}/".encode()
 
     def has(pid: int, words: list[str]) -> bool:
         return mark in Path(f"/proc/{pid}/environ").read_bytes()

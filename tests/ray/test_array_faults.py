@@ -20,7 +20,7 @@ from nemo_run_ray import ExistingCluster, RayExecutor, array
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.remote.array.elements import ENDED, read_records
-from nemo_run_ray.remote.node.supervise import is_guard
+from nemo_run_ray.remote.node.supervise import is_watchdog
 from nemo_run_ray.remote.status import JOURNAL_FILE, file_of
 from tests.arrays import COUNT, check, ended, keepers, partials, scripts
 from tests.conftest import processes_of, processes_of_home, wait_for
@@ -36,7 +36,7 @@ def drivers(job: RemoteJob) -> list[int]:
 
 def hosts(job: RemoteJob) -> list[int]:
     found = keepers(job)
-    return [pid for pid in found if not is_guard(pid)]
+    return [pid for pid in found if not is_watchdog(pid)]
 
 
 def actors(job: RemoteJob) -> list[int]:

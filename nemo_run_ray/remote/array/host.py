@@ -39,15 +39,16 @@ from ..node import command
 from ..node.rundir import RunDir, run_dirs
 from ..node.supervise import (
     ENDING,
-    KEEPER,
     ROUND_S,
+    SUPERVISOR_TAG,
     TAG,
-    Tree,
+    adopt_orphans,
     collect,
     descendants,
-    is_guard,
+    is_watchdog,
     kill,
     marked,
+    signal_all,
     wake_at,
 )
 from .elements import Lease
@@ -467,8 +468,8 @@ class Sweeping:
             The report that nothing runs any more, with the host's notes, or that something does not
             end; ``None`` when neither is due.
         """
-        keepers = marked(f"{KEEPER}={self._tag}".encode())
-        guards = [pid for pid in keepers if is_guard(pid)]
+        keepers = marked(f"{SUPERVISOR_TAG}={self._tag}".encode())
+        guards = [pid for pid in keepers if is_watchdog(pid)]
         found = [pid for pid in keepers if pid not in guards]
         found = found or marked(f"{TAG}={self._tag}".encode())
         for pid in found:
@@ -508,7 +509,7 @@ class HostProcess:
         self._channel = Channel(end)
         self._folder = folder
         self._wake = wake_at(signal.SIGCHLD, *ENDING)
-        self._tree = Tree()
+        adopt_orphans()
         self._workspace: Optional[Workspace] = None
         self._elements: Optional[RunningElements] = None
         self._sweepings: List[Sweeping] = []
@@ -536,8 +537,8 @@ class HostProcess:
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders; what ends by itself until then is noted."""
         self._collect(are_killed=False)
-        while self._tree.alive():
-            self._tree.signal(signal.SIGKILL)
+        while descendants():
+            signal_all(signal.SIGKILL)
             # To find all processes has taken a moment, and elements of one length end together.
             self._collect(are_killed=True)
             time.sleep(ROUND_S)
@@ -554,7 +555,7 @@ class HostProcess:
     def _step_ending(self) -> None:
         if self._elements is not None:
             self._elements.stop_forking()
-        if not self._tree.alive():
+        if not descendants():
             self._is_ending = False
             self._channel.report("idle")
 

@@ -50,7 +50,7 @@ class ReplicaProcess:
 
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders."""
-        self._children.tree.kill()
+        self._children.stop(0.0)
         if self._workspace is not None:
             self._workspace.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -61,13 +61,9 @@ class ReplicaProcess:
         self._channel.send_all()
 
     def _wait(self) -> List[Any]:
-        reading: List[Any] = [self._channel]
-        writing: List[Any] = [self._channel] if self._channel.has_unsent else []
-        probing = self._probing
-        if probing is not None and probing.socket is not None:
-            (reading if probing.is_asked else writing).append(probing.socket)
-        idle_s = _IDLE_S if probing is None else _PROBING_S
-        return self._children.wait(reading, writing, idle_s, not self._channel.is_full)
+        writing = [self._channel] if self._channel.has_unsent else []
+        idle_s = _IDLE_S if self._probing is None else _PROBING_S
+        return self._children.wait([self._channel], writing, idle_s, not self._channel.is_full)
 
     # ------------------------------------------------------------------ orders
 
@@ -106,7 +102,8 @@ class ReplicaProcess:
         if role.ready is None:
             self._channel.report("ready")
         else:
-            self._probing = Probing(role.ready, place.address, place.ports, place.start_probe)
+            probe, env, cwd = place.probe_command(role.ready)
+            self._probing = Probing(probe, place.address, place.ports, env, cwd)
 
     def _report_output(self, lines: Lines, data: bytes) -> None:
         self._channel.report_text(lines.take(data))
@@ -139,8 +136,6 @@ class ReplicaProcess:
             self._probe(self._probing)
 
     def _probe(self, probing: Probing) -> None:
-        if probing.pid in self._children.others:
-            probing.reaped(self._children.others.pop(probing.pid))
         answer = probing.step()
         if answer is None:
             words = probing.waiting()

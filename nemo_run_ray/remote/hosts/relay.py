@@ -10,7 +10,7 @@ that it has them, so that a call whose answer was lost can be made again: no lin
 comes twice.
 
 When the actor dies, for whatever reason, the socket ends and the process ends all that it has
-started: by then Ray may have given the GPUs to another job. The process' parent is a guard that
+started: by then Ray may have given the GPUs to another job. The process' parent is a watchdog that
 ends what remains when the process itself is killed.
 """
 
@@ -49,9 +49,9 @@ from ..node.output import CHUNK_BYTES
 from ..node.rundir import RunDir, run_dirs
 from ..node.supervise import (
     ENDING,
-    GUARD,
-    KEEPER,
-    Tree,
+    SUPERVISOR_TAG,
+    WATCHDOG,
+    Supervisor,
     adopt_orphans,
     kill_tagged,
     name_process,
@@ -179,7 +179,7 @@ class _Relay:
             [sys.executable, "-I", "-c", _PROGRAM, package, folder, str(theirs.fileno()), module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, KEEPER: place.tag},
+            env={**os.environ, SUPERVISOR_TAG: place.tag},
         )
         theirs.close()
 
@@ -330,7 +330,7 @@ def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], 
     child = os.fork()
     if child:
         channel.close()
-        _guard(child)
+        _watch(child)
     process = kind(channel, folder)
     try:
         process.serve()
@@ -345,10 +345,10 @@ def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], 
         os._exit(0)
 
 
-def _guard(child: int) -> NoReturn:
+def _watch(child: int) -> NoReturn:
     """Outlive that process and end what it can leave behind only by being killed."""
-    name_process(GUARD)
+    name_process(WATCHDOG)
     while os.wait()[0] != child:
         pass  # an orphan of a process that is dead by now
-    Tree().kill()
+    Supervisor().stop(0.0)
     os._exit(0)

@@ -1,25 +1,21 @@
-"""A replica's place on its node: the run directory, the ports and the environment.
-
-Its processes start here, and the commands of its probe too.
-"""
+"""A replica's place on its node: the run directory, the ports and the environment."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
-import subprocess
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .. import FOLDER
 from ..node import command
 from ..node.rundir import JOBS, RunDir
-from ..node.supervise import KEEPER, TAG, before_exec
-from ..spec import RoleSpec, from_json
+from ..node.supervise import SUPERVISOR_TAG, TAG
+from ..spec import ProbeSpec, RoleSpec, from_json
 
 #: Variables by which a worker knows its raylet and job, for which a role that is a Ray program has
 #: others, and the mark of this package's own process.
-_OF_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", KEEPER)
+_OF_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", SUPERVISOR_TAG)
 
 
 class Workspace:
@@ -126,20 +122,10 @@ class Workspace:
         folders = self._folders
         return {name: command.expand(folders.map(value), self._env) for name, value in env.items()}
 
-    def start_probe(self, words: Sequence[str]) -> int:
-        """Start the command of a probe; its process id."""
-        process = subprocess.Popen(
-            [command.expand(word, self._env) for word in words],
-            env={**self._env, TAG: self._tag},
-            cwd=self._cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=before_exec,
-        )
-        process.returncode = 0  # the loop collects it; the object must not
-        return process.pid
+    def probe_command(self, probe: ProbeSpec) -> Tuple[ProbeSpec, Dict[str, str], str]:
+        """The probe with this node's values in its command, and the command's place."""
+        words = tuple(command.expand(word, self._env) for word in probe.command)
+        return probe._replace(command=words), {**self._env, TAG: self._tag}, self._cwd
 
     # ------------------------------------------------------------------ the end
 

@@ -1,17 +1,17 @@
-"""One command on a node: environment, process tree, output, signals, exit code.
+"""One command on one node: environment, process tree, output, signals, exit code.
 
 Two processes of this package look after the command:
 
-    Ray's shell ── keeper        relays SIGTERM, returns the exit code
-                     ╎
-                   runner        own session, no relative of Ray's shell; adopts orphans
-                     └── command, in a session of its own, with whatever it starts
+    Ray's shell ── watchdog      relays SIGTERM, returns the exit code
+                      ╎
+                    runner       own session, no relative of Ray's shell; adopts orphans
+                      └── command, in a session of its own, with whatever it starts
 
 Ray stops a job by signalling every descendant of its shell, and then again through programs that
 forward signals; a command must get SIGTERM once. That is why the runner is not a descendant. The
-two watch each other through a socket: when the keeper dies (Ray kills it, or its supervisor dies)
-the runner kills the whole tree, and when the runner dies the keeper kills all that carries the
-job's tag.
+two watch each other through a socket: when the watchdog dies (Ray kills it, or its parent dies) the
+runner kills the whole tree, and when the runner dies the watchdog kills all that carries the job's
+tag.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import subprocess
 import time
 from contextlib import suppress
 from typing import (
+    IO,
     Any,
     Callable,
     Dict,
@@ -37,7 +38,9 @@ from typing import (
     NoReturn,
     Optional,
     Sequence,
+    Set,
     Tuple,
+    Union,
 )
 
 from ..end_record import EndRecord, proof_of
@@ -45,24 +48,21 @@ from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say, write
 
 #: Environment variable by which a tree is found whose top process was killed.
 TAG = "NEMO_RUN_RAY_TAG"
-#: The same for a process of this package that looks after such a tree, and for its guard.
-KEEPER = "NEMO_RUN_RAY_KEEPER"
+#: The same for a process of this package that looks after such a tree, and for its watchdog.
+SUPERVISOR_TAG = "NEMO_RUN_RAY_SUPERVISOR"
 #: Signals that ask a job to end.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Seconds between two looks at a process tree that is being ended.
 ROUND_S = 0.05
-#: Name of a process whose only task is to end what another one leaves.
-GUARD = "nrr-guard"
+#: Name of a process that only ends what another one leaves.
+WATCHDOG = "nrr-watchdog"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def describe_exit(code: int) -> str:
     """The words ``exit code 3`` or ``killed by SIGSEGV (exit code 139)``."""
-    if code > 128:
-        try:
-            return f"killed by {signal.Signals(code - 128).name} (exit code {code})"
-        except ValueError:
-            pass  # a program may exit with any number
+    with suppress(ValueError):  # a program may exit with any number
+        return f"killed by {signal.Signals(code - 128).name} (exit code {code})"
     return f"exit code {code}"
 
 
@@ -75,12 +75,12 @@ def run_supervised(tag: str, nonce: str, key: str, work: Callable[[Runner], int]
         key: proves that line; empty if there is none.
         work: called in the runner; it prepares, calls ``Runner.run`` and cleans up.
     """
-    end = guard(tag, work)
+    end = supervise(tag, work)
     write(end._replace(proof=proof_of(key, end.code) if key else "").line(nonce))
     return end.code
 
 
-def guard(tag: str, work: Callable[[Runner], int]) -> EndRecord:
+def supervise(tag: str, work: Callable[[Runner], int]) -> EndRecord:
     """Run ``work`` in a runner process; nothing that carries the tag remains afterwards.
 
     If the runner was killed, it is not known what remains: a process may hide from the tag.
@@ -96,64 +96,60 @@ def guard(tag: str, work: Callable[[Runner], int]) -> EndRecord:
         _be_runner(runner_end, tag, work)
     runner_end.close()
     os.waitpid(child, 0)
-    told = wake_at(*ENDING)
+    signals = wake_at(*ENDING)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    answer = _await(own_end, told)
-    left = kill_tagged(tag)  # nothing, unless the runner was killed or failed
+    answer = _await(own_end, signals)
+    killed = kill_tagged(tag)  # none, unless the runner was killed or failed
     if answer:
         end = EndRecord(**json.loads(answer))
         return end._replace(began_at=began_at, ended_at=time.time())
-    say("")  # what it passed on last may lack its line's end
-    text = f"the package's process on this node was killed, and {left} others with it"
+    say("")  # the output may end in the middle of a line
+    text = f"the package's process on this node was killed, and {killed} others with it"
     say(text)
     return EndRecord(137, "", text, began_at, time.time(), left_on=None)
 
 
-def _await(runner: socket.socket, told: int) -> bytes:
+def _await(runner: socket.socket, signals: int) -> bytes:
     """Pass SIGTERM on to the runner, and return its last message; empty if it was killed."""
     answer = b""
     while True:
-        ready, _, _ = select.select([runner.fileno(), told], [], [])
-        if told in ready:
-            os.read(told, 1024)
+        ready, _, _ = select.select([runner.fileno(), signals], [], [])
+        if signals in ready:
+            os.read(signals, 1024)
             _send(runner, b"T")
         if runner.fileno() in ready:
-            try:
+            # It may end before it has read the last signal; its answer comes all the same.
+            with suppress(ConnectionResetError):
                 data = runner.recv(4096)
-            except (
-                ConnectionResetError
-            ):  # it ended before it read the last signal: its answer comes
-                continue
-            if not data:
-                return answer
-            answer += data
+                if not data:
+                    return answer
+                answer += data
 
 
-def _be_runner(keeper: socket.socket, tag: str, work: Callable[[Runner], int]) -> NoReturn:
+def _be_runner(watchdog: socket.socket, tag: str, work: Callable[[Runner], int]) -> NoReturn:
     end = EndRecord(125, "", "")
-    runner: Optional[Runner] = None
+    runner = Runner(watchdog, tag)
     try:
         os.setsid()
-        for number in ENDING:  # the keeper tells it; Ray may still take it for a descendant
+        for number in ENDING:  # the watchdog passes them on; Ray may still send them here
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        runner = Runner(keeper, tag)
         code = work(runner)
         end = EndRecord(code, runner.cause, runner.ending, left_on=runner.left_on)
-    except Exception as error:  # the last frame of this process: the log is where it can tell
+    except Exception as error:  # the last frame of this process: only the log can show it
         text = f"the command cannot be run: {type(error).__name__}: {error}".replace("\n", " ")
         say(text)
-        end = EndRecord(125, "", text, left_on=runner.left_on if runner else ())
+        end = EndRecord(125, "", text, left_on=runner.left_on)
     finally:
-        _send(keeper, json.dumps(end._asdict()).encode())
+        _send(watchdog, json.dumps(end._asdict()).encode())
         os._exit(0)
 
 
 class Runner:
     """Starts the command and lets nothing of it outlive ``run``."""
 
-    def __init__(self, keeper: socket.socket, tag: str) -> None:
-        self._keeper = keeper
+    def __init__(self, watchdog: socket.socket, tag: str) -> None:
+        self._watchdog = watchdog
         self._tag = tag
         #: See ``EndRecord``: its text, cause and ``left_on``.
         self.ending, self.cause = "", "NONE"
@@ -161,8 +157,8 @@ class Runner:
         self.cancelled = False
 
     def order(self) -> Optional[bytes]:
-        """Read the keeper's message: ``T`` to end, empty when it is dead, ``None`` without one."""
-        return self._keeper.recv(1) if select.select([self._keeper], [], [], 0)[0] else None
+        """Read the watchdog's message: ``T`` to end, empty when it is dead, or ``None``."""
+        return self._watchdog.recv(1) if select.select([self._watchdog], [], [], 0)[0] else None
 
     def run(self, argv: Sequence[str], env: Dict[str, str], cwd: str, grace_s: float) -> int:
         """Run one command to its end and return its exit code, 128 + n after signal n.
@@ -177,19 +173,17 @@ class Runner:
             return 143
         children = Supervisor()
         command = children.start(argv, {**env, TAG: self._tag}, cwd, Output().take)
-        if command.words:  # readers of what the command has printed do not see the last line
-            say(command.words)
+        if command.reason:  # readers of what the command has printed do not see the last line
+            say(command.reason)
+        watched = [self._watchdog]
         while not children.step(grace_s):
-            watched = [self._keeper] if self._keeper.fileno() >= 0 else []
-            if self._keeper in children.wait(watched):
-                order = self._keeper.recv(1)
-                if not order:  # the keeper is dead: its killer wants the job to end
-                    self._keeper.close()
-                    self.cancelled = True
-                    children.end(0.0)
-                elif not children.are_ending:
-                    self.cancelled = True
+            if self._watchdog in children.wait(watched):
+                self.cancelled = True
+                if self._watchdog.recv(1):
                     children.end(grace_s)
+                else:  # the watchdog is dead: its killer wants the job to end
+                    watched = []
+                    children.end(0.0)
         code = command.code or 0
         self.ending, self.cause = command.ending, "EXIT_CODE" if code else "NONE"
         if self.cancelled:
@@ -203,22 +197,22 @@ class Child:
     Attributes:
         pid: ``None`` when it could not be started.
         code: its exit code, 128 + n after signal n; ``None`` while it runs.
-        words: why it could not be started; else empty.
+        reason: why it could not be started; else empty.
         ended_at: when it was seen to have ended, by the monotonic clock.
-        fd: to read its output from; ``None`` after the output's end.
+        fd: to read its output from; ``None`` after the output's end, and where a file takes it.
     """
 
     def __init__(
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
-        cwd: str,
-        take: Callable[[bytes], None],
+        cwd: Optional[str],
+        output: Union[Callable[[bytes], None], IO[bytes]],
     ) -> None:
-        self._take = take
+        self._output = output
         self.pid: Optional[int] = None
         self.code: Optional[int] = None
-        self.words = ""
+        self.reason = ""
         self.ended_at = time.monotonic()
         self.fd: Optional[int] = None
         try:
@@ -227,13 +221,13 @@ class Child:
                 env=dict(env),
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.PIPE if callable(output) else output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=before_exec,
             )
         except (OSError, ValueError) as error:
-            self.code, self.words = explain_start(argv, env, cwd, error)
+            self.code, self.reason = explain_start(argv, env, cwd, error)
             return
         self.pid = process.pid
         if process.stdout is not None:
@@ -243,34 +237,32 @@ class Child:
 
     def read(self) -> None:
         """Pass on what there is to read; the empty bytes are the output's end."""
-        if self.fd is None:
+        if self.fd is None or not callable(self._output):
             return
         data = os.read(self.fd, CHUNK_BYTES)
         if not data:
             os.close(self.fd)
             self.fd = None
-        self._take(data)
+        self._output(data)
 
     @property
     def ending(self) -> str:
-        """Its end in words."""
-        return self.words or describe_exit(self.code or 0)
+        """Its end for people."""
+        return self.reason or describe_exit(self.code or 0)
 
 
 class Supervisor:
     """Children of this process, and whatever comes from them: started, watched and ended.
 
-    They have ended when the children have, and with them all that they started: SIGTERM to every
-    process, and SIGKILL after a grace period. One child's failure ends the others.
-
-    A user calls ``wait`` and ``step`` in turn until ``step`` is true.
+    A user calls ``wait`` and ``step`` in turn until ``step`` is true: all children have ended, and
+    with them all that they started. SIGTERM goes to every process, and SIGKILL after a grace
+    period; one child's failure ends the others. Where children have nothing to do with each other,
+    a user calls ``reap``, and ``stop`` at the end.
     """
 
     def __init__(self) -> None:
-        self.tree = Tree()
+        adopt_orphans()
         self.children: List[Child] = []
-        #: Exit codes of orphans and probes that the last step has collected, by process id.
-        self.others: Dict[int, int] = {}
         self._wake = wake_at(signal.SIGCHLD)
         self._kill_at: Optional[float] = None
 
@@ -278,8 +270,8 @@ class Supervisor:
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
-        cwd: str,
-        take: Callable[[bytes], None],
+        cwd: Optional[str],
+        output: Union[Callable[[bytes], None], IO[bytes]],
     ) -> Child:
         """Start a child; one that cannot be started has ended already.
 
@@ -287,9 +279,9 @@ class Supervisor:
             argv: its exact words.
             env: all its variables.
             cwd: its folder.
-            take: is given its output as it comes, and empty bytes at the end.
+            output: is given its output as it comes, and empty bytes at the end; or a file.
         """
-        child = Child(argv, env, cwd, take)
+        child = Child(argv, env, cwd, output)
         self.children.append(child)
         return child
 
@@ -305,8 +297,9 @@ class Supervisor:
     def end(self, grace_s: float) -> None:
         """Send SIGTERM to every process once, and SIGKILL after ``grace_s`` seconds."""
         if self._kill_at is None:
-            self.tree.signal(signal.SIGTERM)
-        self._kill_at = time.monotonic() + grace_s
+            signal_all(signal.SIGTERM)
+            self._kill_at = float("inf")
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
 
     def wait(
         self,
@@ -347,28 +340,42 @@ class Supervisor:
         Args:
             grace_s: seconds between SIGTERM and SIGKILL for what the children leave.
         """
-        self.others = {}
-        self._reap()
+        self.reap()
         codes = [child.code for child in self.children]
-        if not self.are_ending and (None not in codes or any(codes)) and self.tree.alive():
+        if not self.are_ending and (None not in codes or any(codes)) and descendants():
             self.end(grace_s)  # the children are done and what they left is not, or one failed
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self.tree.signal(signal.SIGKILL)
-        if None in codes or self.tree.alive():  # a look at all processes, when it matters alone
+            signal_all(signal.SIGKILL)
+        if None in codes or descendants():  # a look at all processes, when it matters alone
             return False
-        self._reap()
+        self.reap()
         for child in self.children:  # no process holds the other end of a pipe any more
             while child.fd is not None:
                 child.read()
         return True
 
-    def _reap(self) -> None:
-        children = {child.pid: child for child in self.children}
-        for pid, code in collect():
-            if pid in children:
-                children[pid].code, children[pid].ended_at = code, time.monotonic()
-            else:
-                self.others[pid] = code
+    def stop(self, grace_s: float, keep: Sequence[Child] = ()) -> None:
+        """End every process but some children and what they have started, and wait for it."""
+        kill_at = time.monotonic() + grace_s
+        asked: Set[int] = set()  # a second SIGTERM makes some programs abort
+        while True:
+            self.reap()
+            kept = {pid for one in keep if one.pid for pid in (one.pid, *descendants(one.pid))}
+            pids = set(descendants()) - kept
+            if not pids:
+                return
+            is_late = time.monotonic() >= kill_at
+            for pid in pids if is_late else pids - asked:
+                kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+            asked |= pids
+            time.sleep(ROUND_S)
+
+    def reap(self) -> None:
+        """Collect the dead, adopted orphans too."""
+        codes = dict(collect())
+        for child in self.children:
+            if child.pid in codes:
+                child.code, child.ended_at = codes[child.pid], time.monotonic()
 
 
 def _send(channel: socket.socket, data: bytes) -> None:
@@ -376,65 +383,38 @@ def _send(channel: socket.socket, data: bytes) -> None:
         channel.sendall(data)
 
 
-class Tree:
-    """All processes below this one; orphans among them become its children."""
-
-    def __init__(self) -> None:
-        adopt_orphans()
-
-    def alive(self) -> bool:
-        return bool(descendants(os.getpid()))
-
-    def signal(self, number: int) -> None:
-        for pid in descendants(os.getpid()):
-            kill(pid, number)
-
-    def kill(self) -> None:
-        """Kill everything, and collect it."""
-        while self.alive():
-            self.signal(signal.SIGKILL)
-            for _ in collect():
-                pass
-            time.sleep(ROUND_S)
-
-
 def collect() -> Iterator[Tuple[int, int]]:
     """(pid, exit code) of every child that is dead and not collected, 128 + n after signal n."""
-    while True:
-        try:
+    with suppress(ChildProcessError):
+        while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        code = os.waitstatus_to_exitcode(status)
-        yield pid, code if code >= 0 else 128 - code
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            yield pid, code if code >= 0 else 128 - code
 
 
-def descendants(root: int) -> List[int]:
-    """All living processes below ``root``, without it."""
+def descendants(root: int = 0) -> List[int]:
+    """All living processes below ``root``, or below this process, without it."""
     children: Dict[int, List[int]] = {}
     for pid, parent in _processes():
         children.setdefault(parent, []).append(pid)
-    found: List[int] = []
-    queue = list(children.get(root, ()))
-    while queue:
-        pid = queue.pop()
-        found.append(pid)
-        queue.extend(children.get(pid, ()))
-    return found
+    below = list(children.get(root or os.getpid(), ()))
+    for pid in below:  # it grows
+        below += children.get(pid, ())
+    return below
 
 
 def kill_tagged(tag: str) -> int:
     """Kill every process that carries the tag until there is none; the number of those killed."""
     mark = f"{TAG}={tag}".encode()
-    killed = set()
+    killed: Set[int] = set()
     for _ in range(500):
-        found = marked(mark)
-        if not found:
+        pids = marked(mark)
+        if not pids:
             break
-        killed.update(found)
-        for pid in found:
+        killed.update(pids)
+        for pid in pids:
             kill(pid, signal.SIGKILL)
         time.sleep(ROUND_S)
     return len(killed)
@@ -442,50 +422,46 @@ def kill_tagged(tag: str) -> int:
 
 def marked(mark: bytes) -> List[int]:
     """The living processes that have ``NAME=value`` in their environment."""
-    return [pid for pid, _ in _processes() if mark in _environment(pid)]
+    pids = []
+    for pid, _ in _processes():
+        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if mark in file.read().split(b"\0"):
+                pids.append(pid)
+    return pids
 
 
-def is_guard(pid: int) -> bool:
-    """Whether a process is a guard, by its name."""
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip() == GUARD
-    except OSError:
-        return False  # it has ended
+def is_watchdog(pid: int) -> bool:
+    """Whether a process is a watchdog, by its name."""
+    with suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+        return file.read().strip() == WATCHDOG
+    return False
 
 
-def _processes() -> List[Tuple[int, int]]:
+def _processes() -> Iterator[Tuple[int, int]]:
     """(pid, parent) of every process that is not a zombie."""
-    rows = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended meanwhile
-            if fields[0] not in (b"Z", b"X"):
-                rows.append((int(name), int(fields[1])))
-    return rows
-
-
-def _environment(pid: int) -> List[bytes]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []  # ended, or another user's
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state not in (b"Z", b"X"):
+                yield int(name), int(parent)
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended."""
-    with suppress(ProcessLookupError):  # it has ended
+    """Send a signal to a process, which may have ended or may run as another user by now."""
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
-def adopt_orphans() -> bool:
-    """Become the parent of all orphans below this process; true if the system can do that."""
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def signal_all(number: int) -> None:
+    """Send a signal to every process below this one."""
+    for pid in descendants():
+        kill(pid, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all orphans below this process."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def name_process(name: str) -> None:
@@ -515,27 +491,22 @@ def before_exec() -> None:
 
 
 def explain_start(
-    argv: Sequence[str], env: Mapping[str, str], cwd: str, error: Exception
+    argv: Sequence[str], env: Mapping[str, str], cwd: Optional[str], error: Exception
 ) -> Tuple[int, str]:
     """The exit code of a command that could not be started, and why, in words."""
-    host = socket.gethostname()
-    if isinstance(error, FileNotFoundError) and not os.path.isdir(cwd):
-        return 127, f"exit code 127: the folder {cwd} does not exist on node {host}"
-    program = os.path.join(cwd, argv[0])
-    if isinstance(error, FileNotFoundError) and "/" in argv[0] and os.path.exists(program):
-        with open(program, "rb") as file:
-            first = file.readline(200).decode(errors="replace").strip()
-        return 127, (
-            f"exit code 127: {argv[0]!r} begins with {first!r}, an interpreter that node {host} "
-            "lacks"
-        )
+    host, program = socket.gethostname(), argv[0]
     if isinstance(error, FileNotFoundError):
-        path = env.get("PATH", "")
-        return 127, (
-            f"exit code 127: there is no program {argv[0]!r} on node {host} (PATH={path}); install "
-            "it in the node's image or give it by `runtime_env`"
-        )
-    text = f"exit code 126: {argv[0]!r} cannot be started on node {host}: {error}"
+        if not os.path.isdir(cwd or "."):
+            why = f"the folder {cwd} does not exist on node {host}"
+        elif "/" in program and os.path.exists(os.path.join(cwd or "", program)):
+            why = f"{program!r} begins with the name of an interpreter that node {host} lacks"
+        else:
+            why = (
+                f"there is no program {program!r} on node {host} (PATH={env.get('PATH', '')}); "
+                "install it in the node's image or give it by `runtime_env`"
+            )
+        return 127, f"exit code 127: {why}"
+    text = f"exit code 126: {program!r} cannot be started on node {host}: {error}"
     if getattr(error, "errno", None) == errno.E2BIG:
         text += (
             ". Linux takes 128 KiB for one argument or variable and about 2 MiB for all; put large "
@@ -544,8 +515,5 @@ def explain_start(
     return 126, text
 
 
-def _prctl(option: int, value: Any) -> bool:
-    try:
-        return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
-    except (AttributeError, OSError):
-        return False  # not Linux
+def _prctl(option: int, value: Any) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -6,7 +6,7 @@ import os
 import sys
 
 from ..node.output import say
-from ..node.supervise import Runner, adopt_orphans, guard
+from ..node.supervise import Runner, adopt_orphans, supervise
 from .folder import CLUSTER_FAILED, NodeReport, RunEnd, RunFolder
 from .node import Worker, run_sidecar_step, temp_dir_of
 from .processes import Commands
@@ -34,7 +34,7 @@ def main() -> int:
 
         return Head(*args).run(runner)
 
-    end = guard(tag, take_part)
+    end = supervise(tag, take_part)
     if end.left_on is not None:
         return end.code
     # All its processes are ended, and it could not report that itself.

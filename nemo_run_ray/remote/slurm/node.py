@@ -276,7 +276,7 @@ class NodeProgram(ABC):
     def _cancelled(self, order: bytes) -> RunEnd:
         """Slurm, or another process, asks this program to end."""
         if not order:
-            return self.failed("the program that guards this node's processes was killed")
+            return self.failed("the watchdog of this node's processes was killed")
         at = self.settings.ends_at
         if at is not None and time.time() >= at - 1:
             return RunEnd(143, "Slurm's time limit has ended the job")

@@ -10,11 +10,11 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..files import write_file
 from ..node.supervise import TAG, before_exec, collect, descendants, describe_exit, kill
-from .settings import SANDBOX, Settings, SidecarSpec
+from .settings import SANDBOX, Settings
 
 if TYPE_CHECKING:
     from ..node.probe import Probing  # most nodes do without it
@@ -126,7 +126,6 @@ class Sidecars:
         self._commands = commands
         self._running: Dict[str, Command] = {}
         self._probes: Dict[str, Probing] = {}
-        self._probe_commands: Dict[str, Command] = {}  # that have not ended
         self._ready: List[str] = []
 
     def start(self, env: Mapping[str, str]) -> None:
@@ -148,8 +147,7 @@ class Sidecars:
             else:
                 from ..node.probe import Probing
 
-                spawn = self._spawner(sidecar, merged)
-                self._probes[sidecar.name] = Probing(sidecar.probe, "127.0.0.1", {}, spawn)
+                self._probes[sidecar.name] = Probing(sidecar.probe, "127.0.0.1", {}, merged)
 
     @property
     def running(self) -> List[Command]:
@@ -172,10 +170,6 @@ class Sidecars:
                     f"log, {command.log}, ends with:{tail(command.log)}"
                 )
         for name, probing in list(self._probes.items()):
-            asking = self._probe_commands.get(name)
-            if asking is not None and asking.exit_code is not None:
-                del self._probe_commands[name]
-                probing.reaped(asking.exit_code)
             answer = probing.step()
             if answer == "":
                 del self._probes[name]
@@ -185,16 +179,6 @@ class Sidecars:
                 log = self._running[name].log
                 return f"the sidecar {name} is {answer}. Its log, {log}, ends with:{tail(log)}"
         return None
-
-    def _spawner(
-        self, sidecar: SidecarSpec, env: Mapping[str, str]
-    ) -> Callable[[Sequence[str]], int]:
-        def spawn(argv: Sequence[str]) -> int:
-            command = self._commands.start(f"{sidecar.name} probe", argv, os.devnull, env)
-            self._probe_commands[sidecar.name] = command
-            return command.pid
-
-        return spawn
 
     def _publish_ready(self, name: str) -> None:
         folder = self._settings.sandbox_ports

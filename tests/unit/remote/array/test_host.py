@@ -80,8 +80,8 @@ class Host(Relayed):
 
     def keepers(self) -> tuple[int, int]:
         """Its own process, and the guard of it."""
-        found = holding(f"NEMO_RUN_RAY_KEEPER={self.tag}", "environ")
-        (guard,) = [pid for pid in found if psutil.Process(pid).name() == "nrr-guard"]
+        found = holding(f"NEMO_RUN_RAY_SUPERVISOR={self.tag}", "environ")
+        (guard,) = [pid for pid in found if psutil.Process(pid).name() == "nrr-watchdog"]
         (host,) = found - {guard}
         return host, guard
 

@@ -1,4 +1,4 @@
-"""The real keeper and runner, with their output in a file, as under Ray."""
+"""The real watchdog and runner, with their output in a file, as under Ray."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from nemo_run_ray.remote.node.supervise import explain_start
 _NONCE = "0123456789abcdef"
 _MARK = end_mark(_NONCE)
 
-_KEEPER = """
+_WATCHDOG = """
 import json, os, sys
 sys.path.append(sys.argv[1])
 from nemo_run_ray_remote.node.supervise import run_supervised
@@ -67,9 +67,9 @@ def _holding(kind: str, text: str) -> set[int]:
 
 @dataclass
 class Kept:
-    """One command under a keeper."""
+    """One command under a watchdog."""
 
-    keeper: subprocess.Popen
+    watchdog: subprocess.Popen
     log: Path
     tag: str
 
@@ -93,7 +93,7 @@ class Kept:
         return record.text if record else ""
 
     def end(self, within_s: float = 30) -> int:
-        return self.keeper.wait(within_s)
+        return self.watchdog.wait(within_s)
 
     def says(self, text: str) -> None:
         _wait(lambda: text in self.text)
@@ -103,7 +103,7 @@ class Kept:
         return _holding("environ", f"NEMO_RUN_RAY_TAG={self.tag}")
 
     def runner(self) -> int:
-        (pid,) = _holding("cmdline", self.tag) - {self.keeper.pid}
+        (pid,) = _holding("cmdline", self.tag) - {self.watchdog.pid}
         return pid
 
 
@@ -116,18 +116,18 @@ def start(package, tmp_path) -> Iterator[Callable[..., Kept]]:
         log = tmp_path / f"{tag}.log"
         told = json.dumps([argv, env or {}, cwd or str(tmp_path), grace_s, tag, _NONCE])
         with open(log, "wb") as file:
-            keeper = subprocess.Popen(
-                [sys.executable, "-I", "-c", _KEEPER, str(package), told],
+            watchdog = subprocess.Popen(
+                [sys.executable, "-I", "-c", _WATCHDOG, str(package), told],
                 stdout=file,
                 stderr=file,
             )
-        begun.append(Kept(keeper, log, tag))
+        begun.append(Kept(watchdog, log, tag))
         return begun[-1]
 
     yield begin
     for one in begun:
-        one.keeper.kill()
-        one.keeper.wait()
+        one.watchdog.kill()
+        one.watchdog.wait()
         for pid in one.command():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -225,10 +225,10 @@ sys.exit(7)
 """
     kept = start_python(code, str(tmp_path), grace_s=30)
     kept.says("ready")
-    kept.keeper.terminate()
+    kept.watchdog.terminate()
     kept.says("TERM")
-    kept.keeper.terminate()
-    kept.keeper.send_signal(signal.SIGINT)
+    kept.watchdog.terminate()
+    kept.watchdog.send_signal(signal.SIGINT)
     for name in "12345":  # each answer is a round of the runner's loop after the signals
         (tmp_path / name).touch()
         kept.says(f"seen {name}")
@@ -243,7 +243,7 @@ def test_sigterm_reaches_every_process_of_the_command(start, tmp_path):
     kept = start("sh", "-c", f'setsid sh -c "{word.format("child")}" & {word.format("parent")}')
     kept.says("child ready")
     kept.says("parent ready")
-    kept.keeper.terminate()
+    kept.watchdog.terminate()
     kept.end()
     assert "child ends" in kept.output
     assert "parent ends" in kept.output
@@ -254,22 +254,22 @@ def test_sigterm_becomes_sigkill_after_the_grace(start):
     kept = start("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done", grace_s=0.5)
     kept.says("ready")
     asked_at = time.monotonic()
-    kept.keeper.terminate()
+    kept.watchdog.terminate()
     assert kept.end() == 137
     assert 0.5 <= time.monotonic() - asked_at < 20
     assert kept.command() == set()
 
 
-def test_the_command_is_no_descendant_of_the_keeper(start):
+def test_the_command_is_no_descendant_of_the_watchdog(start):
     """Ray signals every descendant of its shell: the command would get SIGTERM twice."""
     kept = start("sh", "-c", "echo ready; sleep 1000")
     kept.says("ready")
-    below = {one.pid for one in psutil.Process(kept.keeper.pid).children(recursive=True)}
+    below = {one.pid for one in psutil.Process(kept.watchdog.pid).children(recursive=True)}
     assert not below & kept.command()
     assert len(kept.command()) >= 1
 
 
-@pytest.mark.parametrize("victim", ["keeper", "runner"])
+@pytest.mark.parametrize("victim", ["watchdog", "runner"])
 def test_the_death_of_one_of_ours_ends_everything(start_python, tmp_path, victim):
     up = tmp_path / "up"
     code = f"""
@@ -283,7 +283,7 @@ time.sleep(1000)
     kept.says("ready")
     runner = kept.runner()
     assert len(kept.command()) == 2
-    os.kill(kept.keeper.pid if victim == "keeper" else runner, signal.SIGKILL)
+    os.kill(kept.watchdog.pid if victim == "watchdog" else runner, signal.SIGKILL)
     code = kept.end()
     _wait(lambda: not kept.command())
     _wait(lambda: not psutil.pid_exists(runner) or psutil.Process(runner).status() == "zombie")
