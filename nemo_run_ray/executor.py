@@ -366,7 +366,6 @@ def _of_a_group(kind: type[RayExecutor], executors: list[RayExecutor]) -> RayExe
 
 def _check_roles(kind: type[RayExecutor], executors: list[RayExecutor]) -> None:
     """Check that these can be the executors of one group's roles."""
-    first = executors[0]
     for number, executor in enumerate(executors):
         if not isinstance(executor, kind) or executor.resource_group:
             raise ConfigError(
@@ -374,14 +373,26 @@ def _check_roles(kind: type[RayExecutor], executors: list[RayExecutor]) -> None:
                 "RayExecutor that is not that of another group."
             )
         executor.check(executor.role or str(number))
-        if executor.resolve_cluster().record() != first.resolve_cluster().record():
+    cluster_of_roles(executors)
+
+
+def cluster_of_roles(executors: Sequence[RayExecutor]) -> Cluster:
+    """The cluster that all roles of a group have.
+
+    Raises:
+        ConfigError: they have different ones.
+    """
+    first = executors[0]
+    for number, executor in enumerate(executors):
+        cluster, other = first.resolve_cluster(), executor.resolve_cluster()
+        if cluster.record() != other.record():
             raise ConfigError(
                 f"The roles {first.role or '0'!r} and {executor.role or str(number)!r} of a group "
-                f"have different clusters: {first.resolve_cluster()!r} and "
-                f"{executor.resolve_cluster()!r}. A group is placed on one cluster; give all of "
-                "its executors the same RayExecutor.cluster or address, and pools of a cluster "
-                "file that have no address of their own."
+                f"have different clusters: {cluster!r} and {other!r}. A group is placed on one "
+                "cluster; give all of its executors the same RayExecutor.cluster or address, and "
+                "pools of a cluster file that have no address of their own."
             )
+    return first.resolve_cluster()
 
 
 def _check_launch(exp_id: str, exp_dir: str) -> None:

@@ -155,7 +155,7 @@ def strict_init(cls: _Class) -> _Class:
 # ---------------------------------------------------------------------- credentials
 
 
-def looks_like_credential(name: str) -> bool:
+def is_credential_name(name: str) -> bool:
     """Whether a variable or a header of this name holds a credential."""
     name = re.sub(r"_?\d+$", "", name.upper().replace("-", "_"))
     is_named_so = _CREDENTIAL.fullmatch(name) or _ADDRESS.fullmatch(name)
@@ -181,7 +181,7 @@ def refuse_credentials(what: str, variables: Mapping[str, Any]) -> None:
 def _is_credential(name: str, value: str) -> bool:
     if _IN_ADDRESS.search(value):
         return True
-    if not looks_like_credential(name) or _ADDRESS.fullmatch(name.upper()):
+    if not is_credential_name(name) or _ADDRESS.fullmatch(name.upper()):
         return False
     is_column = _COLUMN.fullmatch(name.upper()) and _WORD.fullmatch(value)
     return not (is_column or _NO_VALUE.fullmatch(value))

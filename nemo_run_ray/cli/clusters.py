@@ -22,7 +22,7 @@ from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 
 if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.check import CheckRow
-    from nemo_run_ray.cluster_files.load import KeyPath, Loaded
+    from nemo_run_ray.cluster_files.load import Document, KeyPath
     from nemo_run_ray.clusters import LocalCluster, SlurmCluster
     from nemo_run_ray.remote.fit import Node
 
@@ -172,7 +172,7 @@ def doctor(
     else:
         loaded = load(name)
         check_fields_of(loaded)
-        _show_checks(look(dashboard_of(cluster_of(loaded)), loaded.file), as_json)
+        _show_checks(look(dashboard_of(cluster_of(loaded)), loaded), as_json)
 
 
 def cluster_at(address: str | None) -> Cluster:
@@ -331,7 +331,7 @@ def _row(path: str) -> dict[str, Any]:
             return row | {"kind": other, "where": "not for Ray"}
         loaded = load(path)
         check_fields_of(loaded)
-        row |= {"kind": loaded.reading.format, "pools": list(loaded.file.pools)}
+        row |= {"kind": loaded.format, "pools": list(loaded.file.pools)}
         row["where"] = _address(cluster_of(loaded))
     except ConfigError as error:
         row["error"] = str(error)
@@ -355,14 +355,13 @@ def _show_file(name: str, as_json: bool) -> None:
         {"key": key, "value": value, "source": source} for key, value, source in _values(loaded)
     ]
     ignored = [
-        {"key": key.key, "reason": key.reason, "source": key.where}
-        for key in loaded.reading.ignored
+        {"key": key.key, "reason": key.reason, "source": key.where} for key in loaded.ignored
     ]
     if as_json:
-        found = {"path": str(loaded.path), "format": loaded.reading.format}
+        found = {"path": str(loaded.path), "format": loaded.format}
         print(json.dumps({**found, "values": rows, "ignored": ignored}, indent=1, default=str))
         return
-    out.print(f"{loaded.path} ({loaded.reading.format})")
+    out.print(f"{loaded.path} ({loaded.format})")
     table = Table(box=None, pad_edge=False)
     for title in ("key", "value", "from"):
         table.add_column(title, overflow="fold")
@@ -374,7 +373,7 @@ def _show_file(name: str, as_json: bool) -> None:
         out.print(f"ignored: {key['key']} ({key['source']}): {key['reason']}")
 
 
-def _values(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
+def _values(loaded: Document) -> Iterator[tuple[str, Any, str]]:
     """Every value of a file, then the variables that tasks get of this environment."""
     from nemo_run_ray.cluster_files.load import dotted, variables_of
 
@@ -383,14 +382,14 @@ def _values(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
         is_header = path[:2] == ("cluster", "headers")
         yield dotted(path), _masked(str(value)) if is_header else value, loaded.where(*path)
     try:
-        variables = variables_of(loaded.file, str(loaded.path), os.environ)
+        variables, secrets = variables_of(loaded)
     except ConfigError as error:
         yield "env", str(error), "your environment"
         return
-    for name, value in variables.clear.items():
+    for name, value in variables.items():
         if name not in loaded.file.env.set:
             yield f"variable {name}", value, "your environment"
-    for name in variables.secrets:
+    for name in secrets:
         yield f"secret {name}", _MASKED, "your environment"
 
 

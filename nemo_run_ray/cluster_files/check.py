@@ -6,21 +6,22 @@ the cluster does not tell is "unknown", never "ok".
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from pathlib import Path
 
-from nemo_run_ray.cluster_files.resolve import labels_of
-from nemo_run_ray.cluster_files.schema import ClusterFile, PoolPart
+from nemo_run_ray.cluster_files.load import Document
+from nemo_run_ray.cluster_files.resolve import values_of
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.state import Inspection, inspect
-from nemo_run_ray.fields import parse_memory, version_of
-from nemo_run_ray.plan.roles import SELECTORS_SINCE
+from nemo_run_ray.executor import RayExecutor
+from nemo_run_ray.fields import version_of
+from nemo_run_ray.plan.roles import SELECTORS_SINCE, amounts_of
 from nemo_run_ray.remote.fit import (
     Node,
     ResourceRequest,
@@ -35,12 +36,6 @@ from nemo_run_ray.remote.fit import (
     why_not,
 )
 
-_CLOSED = "The cluster does not tell: its state API is closed or did not answer in time."
-_NOT_TOLD = "It is not known: see the line about nodes."
-_FIT = (
-    "Ask for what nodes of this cluster have, or add such a node. Where nodes are started on "
-    "demand, launch with preflight=False."
-)
 _OPEN_IT = "Let GET /api/v0/… through to Ray's dashboard."
 
 
@@ -55,6 +50,9 @@ class CheckState(str, Enum):
     BROKEN = "broken"
     #: The cluster does not tell.
     UNKNOWN = "unknown"
+
+
+OK, WARNING, BROKEN, UNKNOWN = CheckState
 
 
 @dataclass(frozen=True)
@@ -72,222 +70,180 @@ class CheckRow:
 
 def look(
     dashboard: Dashboard,
-    file: ClusterFile | None = None,
+    document: Document | None = None,
     asks: Mapping[str, ResourceRequest] | None = None,
 ) -> list[CheckRow]:
     """Look at a cluster, within 10 s, and say of each thing whether it fits.
 
     Args:
         dashboard: of the cluster.
-        file: its cluster file, if it has one.
-        asks: before a start, what one replica of each task asks for, by a name for people.
+        document: its cluster file, if it has one.
+        asks: before a start, what one replica of each task asks for, by a name for people; then
+            pools do not matter.
     """
-    return check(inspect(dashboard), file, asks)
+    return check(inspect(dashboard), document, asks)
 
 
 def check(
     look: Inspection,
-    file: ClusterFile | None = None,
+    document: Document | None = None,
     asks: Mapping[str, ResourceRequest] | None = None,
 ) -> list[CheckRow]:
     """The rows about one look; a pure function. See ``look``."""
-    return list(_rows(look, file or ClusterFile(), asks))
-
-
-def _ok(what: str, message: str) -> CheckRow:
-    return CheckRow(what, CheckState.OK, message)
-
-
-def _unknown(what: str, message: str, step: str = "") -> CheckRow:
-    return CheckRow(what, CheckState.UNKNOWN, message, step)
-
-
-def _broken(what: str, message: str, step: str = "") -> CheckRow:
-    return CheckRow(what, CheckState.BROKEN, message, step)
-
-
-def _warning(what: str, message: str, step: str) -> CheckRow:
-    return CheckRow(what, CheckState.WARNING, message, step)
+    return list(_rows(look, document or Document(Path(), {}), asks))
 
 
 def _rows(
-    look: Inspection, file: ClusterFile, of_tasks: Mapping[str, ResourceRequest] | None
+    look: Inspection, document: Document, asks: Mapping[str, ResourceRequest] | None
 ) -> Iterator[CheckRow]:
-    preflight = file.preflight
-    if preflight.require_address and file.cluster.address is None:
+    file = document.file
+    preflight, address = file.preflight, file.cluster.address
+    if preflight.require_address and address is None:
         message = "The cluster file names no address, and preflight.require_address is set."
-        yield _broken("address", message, "Give cluster.address in the file.")
+        yield CheckRow("address", BROKEN, message, "Give cluster.address in the file.")
     elif preflight.require_address:
-        yield _ok("address", f"The cluster file names {file.cluster.address}.")
+        yield CheckRow("address", OK, f"The cluster file names {address}.")
     if look.unreachable:
-        yield _broken("dashboard", look.unreachable)
+        yield CheckRow("dashboard", BROKEN, look.unreachable)
         return
-    yield _ok("dashboard", f"{look.url} answers.")
+    yield CheckRow("dashboard", OK, f"{look.url} answers.")
     if look.unauthorised:
-        yield _broken("credentials", look.unauthorised)
+        yield CheckRow("credentials", BROKEN, look.unauthorised)
         return
     if look.jobs is None:
         message = "The job table did not answer in time, which would show that it takes them."
-        yield _unknown("credentials", message, "Try again later; the table may be long.")
+        yield CheckRow("credentials", UNKNOWN, message, "Try again later; it may be long.")
     else:
         known = "it knows {} job(s), {} of them pending or running".format(*look.jobs)
-        yield _ok("credentials", f"It takes them, and {known}.")
-    only_required = preflight.only_required and of_tasks is not None  # `doctor` looks at all
-    asks = {**pool_asks(file), **(of_tasks or {})}
+        yield CheckRow("credentials", OK, f"It takes them, and {known}.")
+    only_required = preflight.only_required and asks is not None  # `doctor` looks at all
+    asks = pool_asks(document) if asks is None else asks
     if not only_required:
         yield _ray(look.version, any(ask.selector for ask in asks.values()))
         yield _python(look.python)
-    required = preflight.required_labels or preflight.min_resources
-    if required or not only_required:
-        yield from _nodes(look, file)
-    if only_required:
-        return
-    for name, ask in asks.items():
-        pool = file.pools.get(name)
-        what = f"pool {name}" if pool else name
-        if pool and pool.address and pool.address != file.cluster.address:
+    if preflight.required_labels or preflight.min_resources or not only_required:
+        yield from _nodes(look.nodes, document)
+    for name, ask in asks.items() if not only_required else ():
+        pool = file.pools.get(name.removeprefix("pool "))
+        if pool and pool.address and pool.address != address:
             message = f"Its nodes belong to {pool.address}, which was not looked at."
-            yield _unknown(what, message, f"nemo-run-ray doctor --address {pool.address}")
+            yield CheckRow(name, UNKNOWN, message, f"nemo-run-ray doctor --address {pool.address}")
         elif look.nodes is None:
-            yield _not_told(what, preflight.strict)
+            yield _not_told(name, preflight.strict)
         else:
-            yield _room(what, ask, look.nodes)
+            yield _room(name, ask, look.nodes)
 
 
 def _ray(version: str, has_selectors: bool) -> CheckRow:
-    since = ".".join(str(part) for part in SELECTORS_SINCE)
     if not version:
-        return _unknown("Ray", "The cluster does not tell its version of Ray.")
-    runs = f"The cluster runs Ray {version}"
+        return CheckRow("Ray", UNKNOWN, "The cluster does not tell its version of Ray.")
     if version_of(version) >= SELECTORS_SINCE:
-        return _ok("Ray", f"{runs}.")
-    if has_selectors:
-        return _broken(
-            "Ray",
-            f"{runs}; the label selectors in use need {since} or newer.",
-            "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
-        )
-    return _warning(
+        return CheckRow("Ray", OK, f"The cluster runs Ray {version}.")
+    return CheckRow(
         "Ray",
-        f"{runs}; label selectors need {since} or newer.",
-        "Upgrade it before tasks choose their nodes by labels.",
+        BROKEN if has_selectors else WARNING,
+        f"The cluster runs Ray {version}; label selectors need 2.54 or newer.",
+        "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
     )
 
 
 def _python(there: str) -> CheckRow:
     """Python on the head against the client's, by which Partials are made."""
     if not there:
-        return _unknown("Python", "The cluster does not tell its version of Python.")
+        return CheckRow("Python", UNKNOWN, "The cluster does not tell its version of Python.")
     head, here = ".".join(there.split(".")[:2]), "{}.{}".format(*sys.version_info)
     if head == here:
-        return _ok("Python", f"The head and this client have Python {head}.")
-    return _warning(
+        return CheckRow("Python", OK, f"The head and this client have Python {head}.")
+    return CheckRow(
         "Python",
+        WARNING,
         f"The head has Python {head}, this client {here}; a run.Partial is made by one and run by "
         "the other.",
         "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
     )
 
 
-def _not_told(what: str, is_strict: bool) -> CheckRow:
-    state = CheckState.BROKEN if is_strict else CheckState.UNKNOWN
-    message, step = (_CLOSED, _OPEN_IT) if what == "nodes" else (_NOT_TOLD, "")
-    return CheckRow(what, state, message, step)
+def _not_told(name: str, is_strict: bool) -> CheckRow:
+    state = BROKEN if is_strict else UNKNOWN
+    if name != "nodes":
+        return CheckRow(name, state, "It is not known: see the line about nodes.")
+    message = "The cluster does not tell: its state API is closed or did not answer in time."
+    return CheckRow(name, state, message, _OPEN_IT)
 
 
-def _nodes(look: Inspection, file: ClusterFile) -> Iterator[CheckRow]:
+def _nodes(nodes: Sequence[Node] | None, document: Document) -> Iterator[CheckRow]:
     """The living nodes, and the labels and amounts that the file requires."""
-    preflight, nodes = file.preflight, look.nodes
-    total: dict[str, float] = {}
-    for node in nodes or ():
-        for name, amount in node.resources.items():
-            total[name] = total.get(name, 0.0) + amount
+    preflight = document.file.preflight
+    labels = {f"label {label.key}={label.value}": label for label in preflight.required_labels}
     if nodes is None:
-        yield _not_told("nodes", preflight.strict)
-    elif not nodes:
-        yield _broken("nodes", "No node lives.", "Look at the cluster's nodes in its dashboard.")
+        totals = [f"total {name}" for name in sorted(preflight.min_resources)]
+        for name in ("nodes", *labels, *totals):
+            yield _not_told(name, preflight.strict)
+        return
+    total = Counter[str]()
+    for node in nodes:
+        total.update(node.resources)
+    if nodes:
+        message = f"{len(nodes)} node(s) live, with {amounts_text(total)} in all."
+        yield CheckRow("nodes", OK, message)
     else:
-        yield _ok("nodes", f"{len(nodes)} node(s) live, with {amounts_text(total)} in all.")
-    for label in preflight.required_labels:
-        what = f"label {label.key}={label.value}"
-        if nodes is None:
-            yield _not_told(what, preflight.strict)
-        elif count := len(labelled({label.key: label.value}, nodes)):
-            yield _ok(what, f"{count} of {len(nodes)} node(s) have it.")
+        step = "Look at the cluster's nodes in its dashboard."
+        yield CheckRow("nodes", BROKEN, "No node lives.", step)
+    for name, label in labels.items():
+        selector = {label.key: label.value}
+        if count := len(labelled(selector, nodes)):
+            yield CheckRow(name, OK, f"{count} of {len(nodes)} node(s) have it.")
         else:
-            never = why_not(ResourceRequest(selector={label.key: label.value}), nodes)
+            never = why_not(ResourceRequest(selector=selector), nodes)
             step = f"Start a node with it: ray start --labels={label.key}={label.value} …"
             is_plain = re.fullmatch(r"[\w.-]+", label.value)
-            yield _broken(what, f"{never[0].upper()}{never[1:]}.", step if is_plain else "")
+            message = f"{never[0].upper()}{never[1:]}."
+            yield CheckRow(name, BROKEN, message, step if is_plain else "")
     for name, least in sorted(preflight.min_resources.items()):
-        what = f"total {name}"
-        if nodes is None:
-            yield _not_told(what, preflight.strict)
-            continue
-        has = sum(node.resources.get(name, 0.0) for node in nodes)
-        message = (
-            f"The cluster has {amount_text(name, has)} in all; wanted are "
-            f"{amount_text(name, least)}."
-        )
-        if fits({name: least}, {name: has}):
-            yield _ok(what, message)
+        has, wanted = amount_text(name, total[name]), amount_text(name, least)
+        message = f"The cluster has {has} in all; wanted are {wanted}."
+        if fits({name: least}, total):
+            yield CheckRow(f"total {name}", OK, message)
         else:
-            yield _broken(what, message, "Add nodes, or lower preflight.min_resources.")
+            step = "Add nodes, or lower preflight.min_resources."
+            yield CheckRow(f"total {name}", BROKEN, message, step)
 
 
-def _room(what: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
+def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
     """Whether one replica can ever be placed, and whether it can now."""
     asks = f"One replica asks for {ask}"
     never = why_not(ask, nodes)
     if never:
-        return _broken(what, f"{asks}; no node can ever take it: {never}.", _FIT)
+        return CheckRow(
+            name,
+            BROKEN,
+            f"{asks}; no node can ever take it: {never}.",
+            "Ask for what nodes of this cluster have, or add such a node. Where nodes are started "
+            "on demand, launch with preflight=False.",
+        )
     can = hosts(ask, nodes)
     now = [node for node in can if has_room(ask, node)]
     node = best(ask, nodes)
+    message = f"{asks}; {len(can)} node(s) can take it"
     if now or node is None:
-        return _ok(what, f"{asks}; {len(can)} node(s) can take it, {len(now)} of them now.")
+        return CheckRow(name, OK, f"{message}, {len(now)} of them now.")
     if any(one.free is None for one in nodes):
-        message = f"{asks}; {len(can)} node(s) can take it, and what is free is not told."
-        return _unknown(what, message, _OPEN_IT)
-    return _warning(
-        what,
-        f"{asks}; {len(can)} node(s) can take it, and none has room now: the best, {node.host}, "
-        f"has {free_text(ask, node)}.",
+        return CheckRow(name, UNKNOWN, f"{message}, and what is free is not told.", _OPEN_IT)
+    return CheckRow(
+        name,
+        WARNING,
+        f"{message}, and none has room now: the best, {node.host}, has {free_text(ask, node)}.",
         "It will wait; `nemo-run-ray status` says who holds the room.",
     )
 
 
-def pool_asks(file: ClusterFile) -> dict[str, ResourceRequest]:
-    """What one replica asks for in each pool, as ``resolve.py`` gives it to an executor.
-
-    The pool's fields lie over the file's defaults, and those over the labels of its image.
-    """
-    return {name: _pool_ask(pool, file) for name, pool in file.pools.items()}
-
-
-def _pool_ask(pool: PoolPart, file: ClusterFile) -> ResourceRequest:
-    defaults = file.defaults
-
-    def value(name: str) -> Any:
-        own = getattr(pool, name)
-        return defaults.get(name) if own is None else own
-
-    memory = value("memory_per_node")
-    resources = {
-        "CPU": float(value("cpus_per_node") or 0),
-        "GPU": float(value("gpus_per_node") or 0),
-        "memory": float(0 if memory is None else parse_memory(memory)),
-        **(defaults.get("resources_per_node") or {}),
-        **pool.resources_per_node,
-    }
-    image = value("image")
-    by_label = image is not None and file.images_as == "label"
-    selector = {
-        **(labels_of(str(image), file) if by_label else {}),
-        **(defaults.get("label_selector") or {}),
-        **pool.label_selector,
-    }
-    return ResourceRequest({name: amount for name, amount in resources.items() if amount}, selector)
+def pool_asks(document: Document) -> dict[str, ResourceRequest]:
+    """The request of one replica in each pool."""
+    asks = {}
+    for name in document.file.pools:
+        executor = RayExecutor(**values_of(RayExecutor(pool=name), document))
+        asks[f"pool {name}"] = ResourceRequest(amounts_of(executor), executor.label_selector)
+    return asks
 
 
 # ---------------------------------------------------------------------- a first file
@@ -341,7 +297,11 @@ def sample(name: str, address: str | None, nodes: Sequence[Node]) -> str:
     """
     cluster = _LOCAL if address is None else _ADDRESS.format(address=json.dumps(address))
     pools = list(_pools(nodes))
-    text = "pools:\n" + "\n".join(pools) + "\n" if pools else _unlabelled(nodes) + _NO_POOLS
+    text = _NO_POOLS
+    if pools:
+        text = "\n".join(["pools:", *pools, ""])
+    elif nodes:
+        text = f"# {len(nodes)} node(s) without labels, each with up to {_totals(nodes)}.\n{text}"
     return _HEAD.format(name=json.dumps(name), cluster=cluster, pools=text)
 
 
@@ -354,31 +314,15 @@ def _pools(nodes: Sequence[Node]) -> Iterator[str]:
             by_labels.setdefault(tuple(sorted(own.items())), []).append(node)
     names: set[str] = set()
     for labels, members in sorted(by_labels.items()):
-        name = _new_name(labels, names)
+        name = _NOT_IN_NAMES.sub("-", "-".join(text for _, text in labels)).strip("-") or "pool"
+        while name in names:
+            name += "-2"
+        names.add(name)
         yield f"  # {len(members)} node(s), each with up to {_totals(members)}"
         yield f"  {json.dumps(name)}:"
         yield f"    label_selector: {json.dumps(dict(labels))}"
 
 
-def _new_name(labels: Sequence[tuple[str, str]], names: set[str]) -> str:
-    """A name that none of ``names`` has, where it goes then."""
-    words = [text for _, text in labels], [part for label in labels for part in label]
-    several = [_NOT_IN_NAMES.sub("-", "-".join(them)).strip("-") or "pool" for them in words]
-    numbered = (f"{several[-1]}-{number}" for number in itertools.count(2))
-    name = next(word for word in itertools.chain(several, numbered) if word not in names)
-    names.add(name)
-    return name
-
-
-def _unlabelled(nodes: Sequence[Node]) -> str:
-    if not nodes:
-        return ""
-    return f"# {len(nodes)} node(s) without labels, each with up to {_totals(nodes)}.\n"
-
-
 def _totals(nodes: Sequence[Node]) -> str:
-    most: dict[str, float] = {}
-    for node in nodes:
-        for name, amount in node.resources.items():
-            most[name] = max(amount, most.get(name, 0))
-    return amounts_text(most)
+    names = dict.fromkeys(name for node in nodes for name in node.resources)
+    return amounts_text({name: max(n.resources.get(name, 0.0) for n in nodes) for name in names})

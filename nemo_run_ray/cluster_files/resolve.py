@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -18,25 +19,34 @@ from nemo_run.core.packaging.git import GitArchivePackager
 
 from nemo_run_ray.cluster_files.load import (
     FORMAT,
+    Document,
     KeyPath,
-    Loaded,
-    Variables,
     find,
     is_for_others,
     load,
     usual_places,
     variables_of,
 )
-from nemo_run_ray.cluster_files.schema import ClusterFile, SidecarPart, SlurmPart
+from nemo_run_ray.cluster_files.schema import ClusterFile, SlurmPart
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster, Sidecar, SlurmCluster
 from nemo_run_ray.errors import ConfigError, NoClusterFile, as_markup
-from nemo_run_ray.executor import FILE_VARIABLES, RayExecutor
+from nemo_run_ray.executor import FILE_VARIABLES, RayExecutor, cluster_of_roles
 from nemo_run_ray.fields import PortProbe, nearest
 
-#: Foreign files whose ignored keys were told in this process.
-_told: set[Path] = set()
 #: Fields with values by name: each name is looked for in the code, the pool, the defaults.
 _JOINED = ("env_vars", "label_selector", "resources_per_node", "runtime_env", "ports")
+#: Fields of an executor that a file's defaults cannot give.
+_NO_DEFAULTS = (
+    *("cluster", "address", "pool", "secrets", "preflight"),
+    *("role", "ready", "dependencies", "launcher"),
+    *("resource_group", "given_fields"),
+    *("experiment_id", "experiment_dir", "job_dir", "_launcher_setup"),
+)
+_PACKAGERS: dict[str, Callable[[], Packager]] = {"none": Packager, "git": GitArchivePackager}
+#: Fields of a SlurmCluster, and keys that a SlurmExecutor takes otherwise.
+_OF_CLUSTER = {"nodes", "walltime", "keep", "idle_timeout_s", "renew", "queue_timeout_s"}
+_SSH = ("host", "user", "port", "identity")
+_NOT_SLURMS = _OF_CLUSTER | {*_SSH, "name", "job_dir", "sbatch", "sidecars"}
 
 
 def resolve(executor: RayExecutor) -> RayExecutor:
@@ -45,53 +55,53 @@ def resolve(executor: RayExecutor) -> RayExecutor:
     Raises:
         ConfigError: the file or what it says is wrong, or does not have what the executor names.
     """
+    found = copy.copy(executor)
     if executor.resource_group:
-        found = copy.copy(executor)
         found.resource_group = [resolve(role) for role in executor.resource_group]
-        return _with_cluster_of_roles(found)
+        found.cluster, found.address = cluster_of_roles(found.resource_group), None
+        found.resolved_from = found.resource_group[0].resolved_from
+        return found
     name = executor.file_name()
     if name is None or _is_for_others(executor, name):
-        _refuse_without_file(executor)
+        for field in ("pool", "image"):
+            if getattr(executor, field) is not None:
+                raise ConfigError(
+                    f"RayExecutor.{field} is {getattr(executor, field)!r}, and no cluster file is "
+                    "named in which it could be found. Give cluster='<name of the file>', or set "
+                    f"{FILE_VARIABLES[0]}."
+                )
         return executor
     try:
-        loaded = load(name)
+        document = load(name)
     except NoClusterFile as error:
         if executor.cluster is not None:
             raise
         variables = " or ".join(FILE_VARIABLES)
         raise NoClusterFile(f"{error} The name comes from the variable {variables}.") from error
-    _tell_ignored(loaded)
-    found = copy.copy(executor)
-    for field, value in _values(executor, loaded).items():
+    if document.ignored:
+        keys = ", ".join(ignored.key for ignored in document.ignored)
+        _tell_once(
+            f"{document.path} ({document.format}): not used on Ray are {keys}. "
+            f"`nemo-run-ray clusters {name}` says why."
+        )
+    values = values_of(executor, document)
+    values |= _variables(executor, document, values["env_vars"])
+    for field, value in values.items():
         setattr(found, field, value)
-    found.cluster = cluster_of(loaded, executor.pool)
+    found.cluster = cluster_of(document, executor.pool)
     found.address = found.pool = found.image = None
-    own = set(executor.secrets)
-    places = loaded.file.env.value_from
+    places = document.file.env.value_from
     found.secret_places = {
-        name: places.get(name) or usual_places(name) for name in found.secrets if name not in own
+        name: places.get(name) or usual_places(name)
+        for name in found.secrets
+        if name not in executor.secrets
     }
     found.resolved_from = name
     try:
         found.check()
     except ConfigError as error:
-        raise ConfigError(f"With the cluster file {loaded.path}: {error}") from error
+        raise ConfigError(f"With the cluster file {document.path}: {error}") from error
     return found
-
-
-def _with_cluster_of_roles(group: RayExecutor) -> RayExecutor:
-    """The group on the cluster that its roles have, each by its own names."""
-    first, *others = group.resource_group
-    for role in others:
-        if role.resolve_cluster().record() != first.resolve_cluster().record():
-            raise ConfigError(
-                f"The roles {first.role or '0'!r} and {role.role!r} of a group have different "
-                f"clusters: {first.resolve_cluster()!r} and {role.resolve_cluster()!r}. Name one "
-                "cluster file and pools of one dashboard."
-            )
-    group.cluster, group.address, group.pool = first.resolve_cluster(), None, None
-    group.resolved_from = first.resolved_from
-    return group
 
 
 def _is_for_others(executor: RayExecutor, name: str) -> bool:
@@ -99,82 +109,108 @@ def _is_for_others(executor: RayExecutor, name: str) -> bool:
     if executor.cluster is not None or os.environ.get(FILE_VARIABLES[0]):
         return False
     try:
-        path, _ = find(name)
+        return bool(is_for_others(find(name)[0]))
     except NoClusterFile:
         return True  # NeMo-Skills looks in its own package too
-    return bool(is_for_others(path))
 
 
-def _tell_ignored(loaded: Loaded) -> None:
-    """Say once what a foreign file has that means nothing on Ray."""
-    if loaded.path in _told or not loaded.reading.ignored:
-        return
-    _told.add(loaded.path)
-    keys = ", ".join(ignored.key for ignored in loaded.reading.ignored)
-    CONSOLE.log(
-        as_markup(
-            f"{loaded.path} ({loaded.reading.format}): not used on Ray are {keys}. "
-            f"`nemo-run-ray clusters {loaded.name}` says why."
-        )
-    )
+@functools.cache
+def _tell_once(text: str) -> None:
+    CONSOLE.log(as_markup(text))
 
 
-def cluster_of(loaded: Loaded, pool: str | None = None) -> Cluster:
+def cluster_of(document: Document, pool: str | None = None) -> Cluster:
     """The cluster that a file names, or the one that a pool of it has for itself.
 
     Raises:
         ConfigError: an address, a header or a token is wrong.
     """
-    part = loaded.file.cluster
-    own = loaded.file.pools[pool].address if pool is not None else None
-    address = own if own is not None else part.address
-    if address is None:
-        if part.slurm is not None:
-            try:
-                return slurm_cluster(part.slurm, loaded.path)
-            except ConfigError as error:
-                raise loaded.refuse(("cluster", "slurm"), str(error)) from error
-        local = part.local
-        return LocalCluster(**local.model_dump()) if local is not None else LocalCluster()
+    part = document.file.cluster
+    own = document.file.pools[pool].address if pool is not None else None
+    place: KeyPath = ("cluster",) if own is None else ("pools", str(pool), "address")
+    address = part.address if own is None else own
     headers = dict(part.headers)
     if part.token_variable is not None:
         if any(name.lower() == "authorization" for name in headers):
             problem = "there is a header Authorization too; expected one of them."
-            raise loaded.refuse(("cluster", "token_variable"), problem)
+            raise document.refuse(("cluster", "token_variable"), problem)
         # Saved as it is, and filled from the environment at every connection.
         headers["Authorization"] = f"Bearer ${{{part.token_variable}}}"
     verify = part.verify
     if isinstance(verify, str):
-        verify = str(loaded.path.parent / Path(verify).expanduser())
+        verify = str(document.path.parent / Path(verify).expanduser())
     try:
-        return ExistingCluster(address, headers=headers, verify=verify)
+        if address is not None:
+            return ExistingCluster(address, headers=headers, verify=verify)
+        if part.slurm is not None:
+            place = ("cluster", "slurm")
+            return _slurm_cluster(part.slurm, document.path)
+        return LocalCluster(**part.local.model_dump() if part.local is not None else {})
     except ConfigError as error:
-        place = ("pools", str(pool), "address") if own is not None else ("cluster",)
-        raise loaded.refuse(place, str(error)) from error
+        raise document.refuse(place, str(error)) from error
 
 
-def _refuse_without_file(executor: RayExecutor) -> None:
-    for field in ("pool", "image"):
-        value = getattr(executor, field)
-        if value is not None:
-            raise ConfigError(
-                f"RayExecutor.{field} is {value!r}, and no cluster file is named in which it could "
-                "be found. Give cluster='<name of the file>', or set "
-                f"{FILE_VARIABLES[0]}."
+def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
+    by_ssh = [name for name in _SSH if getattr(part, name) is not None]
+    tunnel: run.LocalTunnel | run.SSHTunnel = run.LocalTunnel(job_dir=part.job_dir)
+    if part.host is not None and part.user is not None:
+        identity = part.identity
+        if identity is not None:
+            identity = str(path.parent / Path(identity).expanduser())
+        tunnel = run.SSHTunnel(
+            host=part.host, user=part.user, port=part.port, identity=identity, job_dir=part.job_dir
+        )
+    elif by_ssh:
+        raise ConfigError(
+            f"`{by_ssh[0]}` says how to log in, which needs `host` and `user`; add both, "
+            "or leave that out to use Slurm's commands of this machine."
+        )
+    executor = run.SlurmExecutor(
+        **part.model_dump(exclude=_NOT_SLURMS, exclude_none=True),
+        ntasks_per_node=1,
+        additional_parameters=dict(part.sbatch) or None,
+        tunnel=tunnel,
+    )
+    return SlurmCluster(
+        executor=executor,
+        name=part.name if part.name is not None else path.stem,
+        sidecars=[
+            Sidecar(
+                one.name,
+                one.command,
+                everywhere=one.everywhere,
+                ready=None if one.port is None else PortProbe(one.port),
             )
+            for one in part.sidecars
+        ],
+        **part.model_dump(include=_OF_CLUSTER),
+    )
 
 
-def _values(executor: RayExecutor, loaded: Loaded) -> dict[str, Any]:
-    """The fields of the executor that the file changes."""
-    pool = _pool_name(executor, loaded)
-    image = _image(executor, loaded)
-    below = [_of_image(image, loaded), default_values(loaded), pool_values(loaded, pool)]
-    variables = variables_of(loaded.file, str(loaded.path), os.environ)
+# ---------------------------------------------------------------------- fields
+
+
+def values_of(executor: RayExecutor, document: Document) -> dict[str, Any]:
+    """The fields of the executor that the file changes, without the variables of its ``env``.
+
+    Raises:
+        ConfigError: the file has no such pool, or a value of it is not allowed.
+    """
+    file = document.file
+    if executor.pool is not None and executor.pool not in file.pools:
+        meant = nearest(executor.pool, file.pools)
+        hint = f"did you mean {meant!r}?" if meant else f"it has {', '.join(file.pools) or 'none'}."
+        raise ConfigError(
+            f"RayExecutor.pool is {executor.pool!r}, and {document.path} has no pool of that name; "
+            f"{hint}"
+        )
+    of_pool = {} if executor.pool is None else _pool_values(document, executor.pool)
+    of_file = default_values(document)
+    images = [executor.image, of_pool.pop("image", None), of_file.pop("image", None)]
+    image = next((image for image in images if image is not None), None)
+    below = [_of_image(image, document), of_file, of_pool]
     values: dict[str, Any] = {}
-    for field in fields(executor):
-        name = field.name
-        if name in NOT_IN_DEFAULTS:
-            continue
+    for name in _default_fields():
         layers = [layer[name] for layer in below if name in layer]
         if name in _JOINED:
             layers.append(getattr(executor, name))
@@ -182,222 +218,79 @@ def _values(executor: RayExecutor, loaded: Loaded) -> dict[str, Any]:
         elif layers and not executor.has_own(name):
             values[name] = layers[-1]
     if executor.preflight is None:
-        values.setdefault("preflight", loaded.file.preflight.enabled)
-    return {**values, **_with_variables(executor, values["env_vars"], variables)}
+        values["preflight"] = file.preflight.enabled
+    return values
 
 
-def _with_variables(
-    executor: RayExecutor, env_vars: dict[str, str], variables: Variables
+def _variables(
+    executor: RayExecutor, document: Document, env_vars: Mapping[str, str]
 ) -> dict[str, Any]:
     """``env_vars`` and ``secrets``; a name that the code has as one is not the other too."""
-    of_ray = executor.runtime_env.get("env_vars") or {}
-    secrets = [name for name in variables.secrets if name not in env_vars and name not in of_ray]
-    secrets = list(dict.fromkeys([*executor.secrets, *secrets]))
+    clear, secrets = variables_of(document)
+    of_code = {*env_vars, *(executor.runtime_env.get("env_vars") or ())}
+    secrets = [*executor.secrets, *(name for name in secrets if name not in of_code)]
     clear = {
         name: value
-        for name, value in {**variables.clear, **env_vars}.items()
+        for name, value in {**clear, **env_vars}.items()
         if name in executor.env_vars or name not in secrets
     }
-    return {"env_vars": clear, "secrets": secrets}
+    return {"env_vars": clear, "secrets": list(dict.fromkeys(secrets))}
 
 
-def _pool_name(executor: RayExecutor, loaded: Loaded) -> str | None:
-    pools = loaded.file.pools
-    if executor.pool is None or executor.pool in pools:
-        return executor.pool
-    meant = nearest(executor.pool, pools)
-    hint = f"did you mean {meant!r}?" if meant else f"it has {', '.join(pools) or 'none'}."
-    raise ConfigError(
-        f"RayExecutor.pool is {executor.pool!r}, and {loaded.path} has no pool of that name; {hint}"
-    )
-
-
-def _image(executor: RayExecutor, loaded: Loaded) -> str | None:
-    """The image of the code, of the pool or of the defaults."""
-    if executor.image is not None:
-        return executor.image
-    pool = loaded.file.pools.get(executor.pool) if executor.pool is not None else None
-    if pool is not None and pool.image is not None:
-        return pool.image
-    found = loaded.file.defaults.get("image")
-    return None if found is None else str(found)
-
-
-def _of_image(image: str | None, loaded: Loaded) -> dict[str, Any]:
-    """The fields by which a task gets its image on this cluster."""
-    file = loaded.file
-    if image is None or file.images_as == "none":
-        return {}
-    if file.images_as == "image_uri":
-        return {"runtime_env": {"image_uri": file.images.get(image, image)}}
-    check_image(image, loaded)
-    return {"label_selector": labels_of(image, file)}
-
-
-_NOT_IN_LABELS = re.compile(r"[^a-z0-9_.-]+")
-_HYPHENS = re.compile(r"-{2,}")
-
-
-def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
-    """Labels of the nodes for a task with this image.
-
-    A label that ``defaults.label_selector`` gives wins over the one derived from the image.
-
-    Args:
-        image: a name in the file's ``images``, or an image.
-        file: the cluster file.
-    """
-    static = file.defaults.get("label_selector") or {}
-    return {**derived_labels(image, file), **static}
-
-
-def check_image(image: str, loaded: Loaded) -> None:
-    """Check that one of this package's files says which nodes have an image.
-
-    Raises:
-        ConfigError: it says of none, and the task would run on any node.
-    """
-    file = loaded.file
-    if file.images_as != "label" or loaded.reading.format != FORMAT:
-        return
-    if labels_of(image, file) or image in file.image_labels:
-        return
-    meant = None if image in file.images else nearest(image, [*file.images, *file.image_labels])
-    hint = f" Did you mean {meant!r}?" if meant else ""
-    raise ConfigError(
-        f"The image {image!r} has no labels in {loaded.path}, and would run on any node.{hint} "
-        "Add it to `image_labels`, give `image_label_key`, or say `images_as: none`."
-    )
-
-
-def derived_labels(image: str, file: ClusterFile) -> dict[str, str]:
-    """Labels that the file derives from an image alone.
-
-    Every entry of ``image_labels`` that matches contributes, and the first one wins a label; but an
-    entry of just this name or image comes in place of those of other names of the image. Only
-    where none matches, ``image_label_key`` gives a label with the image as its value.
-
-    Raises:
-        ConfigError: the image has several names, whose entries disagree.
-    """
-    asked, image = image, file.images.get(image, image)
-    matching = {}
-    for key, entry in file.image_labels.items():
-        pattern = file.images.get(key, key)
-        is_left_out = key in file.images and key != asked and asked in file.image_labels
-        if not is_left_out and (image == pattern or fnmatchcase(image, pattern)):
-            matching[key] = entry
-    _check_agreement(image, {key: matching[key] for key in matching if key in file.images})
-    labels: dict[str, str] = {}
-    for entry in matching.values():
-        labels = {**entry, **labels}
-    if not matching and file.image_label_key and image:
-        labels = {file.image_label_key: label_value(image)}
-    return labels
-
-
-def _check_agreement(image: str, by_name: Mapping[str, Mapping[str, str]]) -> None:
-    first: dict[str, str] = {}
-    for name, entry in by_name.items():
-        for label, value in entry.items():
-            other = first.setdefault(label, name)
-            if by_name[other][label] != value:
-                raise ConfigError(
-                    f"The image {image!r} has the names {other!r} and {name!r}, and they disagree "
-                    f"about its nodes: the label {label} is {by_name[other][label]!r} for the one "
-                    f"and {value!r} for the other. Ask for one of the names instead of the image."
-                )
-
-
-def label_value(image: str) -> str:
-    """An image as the value of a label: ``nvcr.io/a/b:1`` is ``nvcr.io-a-b-1``."""
-    text = _HYPHENS.sub("-", _NOT_IN_LABELS.sub("-", image.lower()))
-    return text.strip("-._") or "unknown"
-
-
-#: Fields of an executor that a file's defaults cannot give, with the reason.
-NOT_IN_DEFAULTS = {
-    "cluster": "the section `cluster` says that",
-    "address": "the section `cluster` says that",
-    "secrets": "the section `secrets` names them",
-    "pool": "a task names its pool itself",
-    "preflight": "the section `preflight` says that",
-    "role": "it belongs to one task",
-    "ready": "it belongs to one task",
-    "dependencies": "they belong to one task",
-    "launcher": "it belongs to one task",
-    "resource_group": "NeMo-Run sets it",
-    "given_fields": "the executor sets it",
-    "experiment_id": "NeMo-Run sets it",
-    "experiment_dir": "NeMo-Run sets it",
-    "job_dir": "NeMo-Run sets it",
-    "_launcher_setup": "NeMo-Run sets it",
-}
-#: Fields of a pool that are none of an executor.
-_OF_THE_POOL = ("image", "address", "notes")
-_PACKAGERS: dict[str, Callable[[], Packager]] = {"none": Packager, "git": GitArchivePackager}
-
-
-def check_fields_of(loaded: Loaded) -> None:
+def check_fields_of(document: Document) -> None:
     """Check all that a file says of an executor's fields, whoever uses it.
 
     Raises:
         ConfigError: a field or a value is wrong.
     """
-    default_values(loaded)
-    images: dict[KeyPath, Any] = {("defaults", "image"): loaded.file.defaults.get("image")}
-    for name, pool in loaded.file.pools.items():
-        pool_values(loaded, name)
-        images["pools", name, "image"] = pool.image
+    of_file = default_values(document)
+    images: dict[KeyPath, Any] = {("defaults", "image"): of_file.get("image")}
+    for pool in document.file.pools:
+        images["pools", pool, "image"] = _pool_values(document, pool).get("image")
     for key, image in images.items():
-        if image is not None:
-            try:
-                check_image(str(image), loaded)
-            except ConfigError as error:
-                raise loaded.refuse(key, str(error)) from error
+        try:
+            _of_image(image, document)
+        except ConfigError as error:
+            raise document.refuse(key, str(error)) from error
 
 
-def default_values(loaded: Loaded) -> dict[str, Any]:
+def default_values(document: Document) -> dict[str, Any]:
     """The executor's fields that the file's defaults give.
 
     Raises:
         ConfigError: a field is unknown or cannot be a default, or a value is not allowed.
     """
-    known = [field.name for field in fields(RayExecutor) if field.name not in NOT_IN_DEFAULTS]
-    for name in loaded.file.defaults:
-        if name in NOT_IN_DEFAULTS:
-            problem = f"this field of RayExecutor is no default: {NOT_IN_DEFAULTS[name]}."
-            raise loaded.refuse(("defaults", name), problem)
+    known = _default_fields()
+    for name in document.file.defaults:
         if name not in known:
             meant = nearest(name, known)
-            hint = f"did you mean {meant!r}?" if meant else f"it has {', '.join(known)}."
-            raise loaded.refuse(("defaults", name), f"RayExecutor has no such field; {hint}")
-    return _checked(loaded, ("defaults",), loaded.file.defaults)
+            hint = f"did you mean {meant!r}?" if meant else f"known are {', '.join(known)}."
+            if name in _NO_DEFAULTS:
+                hint = "a task, or another section of this file, gives it."
+            problem = f"this is no field of RayExecutor that a file can give; {hint}"
+            raise document.refuse(("defaults", name), problem)
+    return _checked(document, ("defaults",), document.file.defaults)
 
 
-def pool_values(loaded: Loaded, pool: str | None) -> dict[str, Any]:
-    """The executor's fields that a pool gives.
-
-    Raises:
-        ConfigError: a value is not allowed.
-    """
-    if pool is None:
-        return {}
-    given = loaded.file.pools[pool].model_dump(exclude_unset=True, exclude=set(_OF_THE_POOL))
-    return _checked(loaded, ("pools", pool), given)
+def _default_fields() -> list[str]:
+    return [field.name for field in fields(RayExecutor) if field.name not in _NO_DEFAULTS]
 
 
-def _checked(loaded: Loaded, section: KeyPath, given: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+def _pool_values(document: Document, pool: str) -> dict[str, Any]:
+    """The executor's fields that a pool gives."""
+    given = document.file.pools[pool].model_dump(exclude_unset=True, exclude={"address", "notes"})
+    return _checked(document, ("pools", pool), given)
+
+
+def _checked(document: Document, section: KeyPath, given: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
     for name, value in given.items():
         try:
-            found[name] = _packager(value) if name == "packager" else value
-            if name != "image":
-                RayExecutor(**{name: found[name]})
+            values[name] = _packager(value) if name == "packager" else value
+            RayExecutor(**{name: values[name]})
         except ConfigError as error:
-            raise loaded.refuse((*section, name), str(error)) from error
-    found.pop("image", None)
-    return found
+            raise document.refuse((*section, name), str(error)) from error
+    return values
 
 
 def _packager(value: Any) -> Packager:
@@ -411,58 +304,72 @@ def _packager(value: Any) -> Packager:
     raise ConfigError(f"found {value!r}; allowed are {known} and {{folder: <path>}}.")
 
 
-# ---------------------------------------------------------------------- Slurm
-
-_SSH = ("host", "user", "port", "identity")
-_OWN = ("name", "nodes", "walltime", "keep", "idle_timeout_s", "renew", "queue_timeout_s")
-_NOT_SLURMS = {*_SSH, *_OWN, "job_dir", "sbatch", "sidecars"}
+# ---------------------------------------------------------------------- images
 
 
-def slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
-    """The cluster of a section.
-
-    Args:
-        part: the section.
-        path: of its file, for the cluster's default name and the key's file.
+def _of_image(image: str | None, document: Document) -> dict[str, Any]:
+    """The fields by which a task gets its image on this cluster.
 
     Raises:
-        ConfigError: a value is not allowed.
+        ConfigError: no nodes have it by this file, or its names disagree about them.
     """
-    fields: dict[str, Any] = part.model_dump(exclude=_NOT_SLURMS, exclude_none=True)
-    executor = run.SlurmExecutor(
-        **fields,
-        ntasks_per_node=1,
-        additional_parameters=dict(part.sbatch) or None,
-        tunnel=_tunnel(part, path),
-    )
-    own = {name: getattr(part, name) for name in _OWN if name != "name"}
-    return SlurmCluster(
-        executor=executor,
-        name=part.name if part.name is not None else path.stem,
-        sidecars=[_sidecar(sidecar) for sidecar in part.sidecars],
-        **own,
-    )
+    file = document.file
+    if image is None or file.images_as == "none":
+        return {}
+    if file.images_as == "image_uri":
+        return {"runtime_env": {"image_uri": file.images.get(image, image)}}
+    labels = labels_of(image, file)
+    is_known = labels or file.defaults.get("label_selector") or image in file.image_labels
+    if not is_known and document.format == FORMAT:
+        meant = None if image in file.images else nearest(image, [*file.images, *file.image_labels])
+        hint = f" Did you mean {meant!r}?" if meant else ""
+        raise ConfigError(
+            f"The image {image!r} has no labels in {document.path}, and would run on any node."
+            f"{hint} Add it to `image_labels`, give `image_label_key`, or say `images_as: none`."
+        )
+    return {"label_selector": labels}
 
 
-def _tunnel(part: SlurmPart, path: Path) -> run.LocalTunnel | run.SSHTunnel:
-    if part.host is None:
-        given = [name for name in _SSH if getattr(part, name) is not None]
-        if given:
-            raise ConfigError(
-                f"`{given[0]}` says how to log in, and there is no `host` to log in to; add it, or "
-                "leave that out to use Slurm's commands of this machine."
-            )
-        return run.LocalTunnel(job_dir=part.job_dir)
-    if part.user is None:
-        raise ConfigError(f"`host` is {part.host!r}, and there is no `user` to log in as; add it.")
-    identity = part.identity
-    if identity is not None:
-        identity = str(path.parent / Path(identity).expanduser())
-    return run.SSHTunnel(
-        host=part.host, user=part.user, port=part.port, identity=identity, job_dir=part.job_dir
-    )
+def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
+    """The labels of the nodes that have an image.
+
+    Every entry of ``image_labels`` that matches contributes, and the first one wins a label; but an
+    entry of just this name or image comes in place of those of other names of the image. Only
+    where none matches, ``image_label_key`` gives a label with the image as its value.
+
+    Args:
+        image: a name in the file's ``images``, or an image.
+        file: the cluster file.
+
+    Raises:
+        ConfigError: the image has several names, whose entries disagree.
+    """
+    asked, image = image, file.images.get(image, image)
+    matching = {}
+    for key, entry in file.image_labels.items():
+        pattern = file.images.get(key, key)
+        is_left_out = key in file.images and key != asked and asked in file.image_labels
+        if not is_left_out and (image == pattern or fnmatchcase(image, pattern)):
+            matching[key] = entry
+    if not matching and file.image_label_key and image:
+        return {file.image_label_key: label_value(image)}
+    labels: dict[str, str] = {}
+    by_name: dict[str, tuple[str, str]] = {}
+    for key, entry in matching.items():
+        for label, value in entry.items():
+            labels.setdefault(label, value)
+            if key not in file.images:
+                continue
+            name, other = by_name.setdefault(label, (key, value))
+            if other != value:
+                raise ConfigError(
+                    f"The image {image!r} has the names {name!r} and {key!r}, and they disagree "
+                    f"about its nodes: the label {label} is {other!r} for the one and {value!r} "
+                    "for the other. Ask for one of the names instead of the image."
+                )
+    return labels
 
 
-def _sidecar(part: SidecarPart) -> Sidecar:
-    ready = None if part.port is None else PortProbe(part.port)
-    return Sidecar(part.name, part.command, everywhere=part.everywhere, ready=ready)
+def label_value(image: str) -> str:
+    """An image as the value of a label: ``nvcr.io/a/b:1`` is ``nvcr.io-a-b-1``."""
+    return re.sub(r"[^a-z0-9_.]+", "-", image.lower()).strip("-._") or "unknown"

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from nemo_run_ray.clusters.base import Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.fields import CONTROL, looks_like_credential, strict_init
+from nemo_run_ray.fields import CONTROL, is_credential_name, strict_init
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
@@ -88,7 +88,7 @@ class ExistingCluster(Cluster):
             raise ConfigError("ExistingCluster.headers is no dict of texts by text.")
         for name, value in self.headers.items():
             _check_header(name, value)
-            is_secret = looks_like_credential(name) or value.lower().startswith(_SCHEMES)
+            is_secret = is_credential_name(name) or value.lower().startswith(_SCHEMES)
             if is_secret and not _VARIABLE.search(value):
                 raise ConfigError(
                     f"ExistingCluster.headers[{name!r}] is given in clear, and headers are saved "
@@ -104,7 +104,7 @@ class ExistingCluster(Cluster):
         if token is not None and not any(name.lower() == "authorization" for name in headers):
             headers["Authorization"] = f"Bearer {token}"
         dashboard = Dashboard(self.url, headers, self.verify, self._credentials_step())
-        sent = [name for name in headers if looks_like_credential(name)]
+        sent = [name for name in headers if is_credential_name(name)]
         if sent and self.url.startswith("http://") and not dashboard.is_loopback:
             _warn_once(
                 self.url,

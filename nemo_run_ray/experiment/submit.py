@@ -299,14 +299,11 @@ def preflight_error(
     # Imported when they are needed, for their libraries.
     from nemo_run_ray.cluster_files.check import CheckState, look
     from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.schema import ClusterFile
 
     asks = dict(request for plan in plans.values() for request in requests_of(plan))
     by_state: dict[CheckState, dict[str, str]] = {state: {} for state in CheckState}
     for name in dict.fromkeys(executor.resolved_from for executor in resolved):
-        file = load(name).file if name else ClusterFile()
-        # The tasks themselves are looked at, and pools that they do not use do not matter.
-        for row in look(dashboard, file.model_copy(update={"pools": {}}), asks):
+        for row in look(dashboard, load(name) if name else None, asks):
             line = f"{row.check}: {row.message} {row.next_step}".rstrip()
             by_state[row.state][line] = row.check
     for warning in by_state[CheckState.WARNING]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from nemo_run_ray.cluster_files.load import Document, Ignored, KeyPath, Reading, dotted
+from nemo_run_ray.cluster_files.load import Document, Ignored, KeyPath, dotted
 from nemo_run_ray.clusters.existing import DASHBOARD_PORT
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import is_amount, is_whole, nearest
@@ -40,7 +41,7 @@ class Keys:
         return path
 
     def source(self, path: KeyPath, note: str = "") -> str:
-        """``file:line (key)``, as a ``Reading`` gives it."""
+        """``file:line (key)``, as a ``Document`` gives it."""
         written = self.written(path)
         return f"{self.document.where(*written)} ({dotted(written)}{note})"
 
@@ -142,7 +143,7 @@ def dashboard_address(text: str) -> str:
 
 
 class Draft:
-    """A ``Reading`` in the making."""
+    """A file in this package's form, in the making."""
 
     def __init__(self, form: str, keys: Keys) -> None:
         self.keys = keys
@@ -197,9 +198,15 @@ class Draft:
             unknown = f"The key is not known{f'; the nearest known one is {like}' if like else ''}."
             self.ignore((*table, name), reasons.get(name, unknown))
 
-    def done(self) -> Reading:
-        """The reading."""
-        return Reading(self._form, self._values, self._sources, tuple(self._ignored.values()))
+    def done(self) -> Document:
+        """The file in this package's form."""
+        return replace(
+            self.keys.document,
+            values=self._values,
+            sources=self._sources,
+            format=self._form,
+            ignored=tuple(self._ignored.values()),
+        )
 
 
 def at(values: Any, path: KeyPath) -> Any:

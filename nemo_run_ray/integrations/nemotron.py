@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_run_ray.cluster_files.load import PROFILES_FILE, Document, KeyPath, Reading
-from nemo_run_ray.fields import looks_like_credential, nearest
+from nemo_run_ray.cluster_files.load import PROFILES_FILE, Document, KeyPath
+from nemo_run_ray.fields import is_credential_name, nearest
 from nemo_run_ray.integrations.foreign import Draft, Keys, at, shown
 
 FORMAT = "Nemotron env.toml"
@@ -90,7 +90,7 @@ def matches(document: Document, profile: str | None) -> bool:
     return profile is not None
 
 
-def read(document: Document, profile: str, environ: Mapping[str, str]) -> Reading:
+def read(document: Document, profile: str, environ: Mapping[str, str]) -> Document:
     """Bring a profile into our form.
 
     Args:
@@ -360,13 +360,13 @@ def _put_variable(draft: Draft, keys: _Profile, name: str) -> None:
     path: KeyPath = ("env_vars", name)
     raw = keys.raw(*path)
     names, default = variables_of(raw) if isinstance(raw, str) else ([], None)
-    if any(map(looks_like_credential, [name, *names])) and names and not default:
+    if any(map(is_credential_name, [name, *names])) and names and not default:
         draft.append(("env", "required" if default is None else "forward"), name, path)
         if names != [name]:
             draft.put(("env", "value_from", name), names, path)
         return
     value = keys.get(*path)
-    secret = [word for word in (name, *keys.asked(*path)) if looks_like_credential(word)]
+    secret = [word for word in (name, *keys.asked(*path)) if is_credential_name(word)]
     if isinstance(value, (Mapping, list)):
         raise keys.refuse(path, f"it is {shown(value)}; expected a text or a number.")
     if value is None or (secret and value == ""):

@@ -264,15 +264,20 @@ def array_role(role: Role, executor: RayExecutor) -> RoleSpec:
     )
 
 
-def _resources(executor: RayExecutor) -> dict[str, float]:
+def amounts_of(executor: RayExecutor) -> dict[str, float]:
+    """The amounts that one replica reserves, by Ray's names."""
     asked = {
         "CPU": executor.cpus_per_node or 0,
         "GPU": executor.gpus_per_node,
         "memory": executor.memory_bytes or 0,
         **executor.resources_per_node,
     }
+    return {name: amount for name, amount in asked.items() if amount}
+
+
+def _resources(executor: RayExecutor) -> dict[str, float]:
     # Ray refuses an empty bundle; a byte of memory is what every node can spare.
-    return {name: amount for name, amount in asked.items() if amount} or {"memory": 1}
+    return amounts_of(executor) or {"memory": 1}
 
 
 def _with_strategy(

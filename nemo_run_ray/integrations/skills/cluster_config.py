@@ -20,7 +20,7 @@ import yaml
 from nemo_run_ray.cluster_files.load import Document, load
 from nemo_run_ray.cluster_files.load import read as read_document
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.fields import looks_like_credential
+from nemo_run_ray.fields import is_credential_name
 from nemo_run_ray.integrations.skills import reader
 
 #: Key of the dictionary that says that it is for Ray.
@@ -137,7 +137,7 @@ def added_variables(
                 raise ConfigError(f"The variable {name} is required, and is not set; set it.")
             if found is None:
                 continue
-            if not any(looks_like_credential(name) for name in names):
+            if not any(is_credential_name(name) for name in names):
                 clear[name] = found
             elif found == environ.get(name):
                 secrets.append(name)

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from nemo_run_ray.cluster_files.load import Document, KeyPath, Reading, dotted, in_file
+from nemo_run_ray.cluster_files.load import Document, KeyPath, dotted, in_file
 from nemo_run_ray.cluster_files.schema import ClusterFile
-from nemo_run_ray.fields import is_amount, looks_like_credential
+from nemo_run_ray.fields import is_amount, is_credential_name
 from nemo_run_ray.integrations.foreign import Draft, Keys, shown
 
 FORMAT = "NeMo-Skills"
@@ -87,7 +87,7 @@ def names_ray(document: Document, profile: str | None = None) -> bool:
     return name not in _NO_RAY or executor == "ray" or with_ray
 
 
-def read(document: Document, profile: str | None, environ: Mapping[str, str]) -> Reading:
+def read(document: Document, profile: str | None, environ: Mapping[str, str]) -> Document:
     """Bring a file of NeMo-Skills into our form.
 
     Args:
@@ -363,7 +363,7 @@ def _put_value(
 ) -> None:
     """``NAME=value``: plain text, text with ``$OTHER`` in it, or another variable's value."""
     names = [first or second for first, second in _REFERENCE.findall(value)]
-    secret = [word for word in (name, *names) if looks_like_credential(word)]
+    secret = [word for word in (name, *names) if is_credential_name(word)]
     if secret and not value:
         draft.ignore(path, "The credential is empty.")
     elif secret and _REFERENCE.fullmatch(value):

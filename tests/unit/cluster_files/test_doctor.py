@@ -16,7 +16,7 @@ from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.cli.clusters import checks_table
 from nemo_run_ray.cluster_files.check import CheckState, look, sample
-from nemo_run_ray.cluster_files.load import load
+from nemo_run_ray.cluster_files.load import Document, load
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.remote.fit import Node
@@ -25,7 +25,7 @@ from tests.http_server import Handler, serving
 from tests.rooms import GIB, FakeNode
 
 GOLDEN = Path(__file__).parent / "golden"
-FILE = ClusterFile.model_validate(
+_FILE = ClusterFile.model_validate(
     {
         "defaults": {"cpus_per_node": 4.0},
         "pools": {
@@ -38,6 +38,7 @@ FILE = ClusterFile.model_validate(
         },
     }
 )
+FILE = Document(Path("team.yaml"), {}, file=_FILE)
 HEAD = FakeNode("head", {"CPU": 16.0, "memory": 64.0 * GIB}, {"CPU": 2.0})
 LABELS = {"gpu_kind": "h100"}
 GPUS = [FakeNode(f"gpu{n}", {"CPU": 32.0, "GPU": 8.0}, {"GPU": 8.0 * n}, LABELS) for n in (0, 1)]

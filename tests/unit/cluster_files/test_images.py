@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.cluster_files.resolve import derived_labels, label_value, labels_of
+from nemo_run_ray.cluster_files.resolve import label_value, labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
 
@@ -24,10 +24,6 @@ def test_a_pattern_is_one_of_images_not_of_names():
 
     assert labels_of("vllm", file) == {}
     assert labels_of("vllx", file) == {"pool": "gpu"}
-
-
-def test_a_pattern_tells_upper_and_lower_case_apart():
-    assert labels_of("vllm", _file(image_labels={"VLLM/*": {"pool": "gpu"}})) == {}
 
 
 def test_two_names_of_an_image_have_their_own_nodes():
@@ -61,23 +57,7 @@ def test_the_key_gives_a_label_only_where_no_entry_matches():
 
     assert labels_of("vllm", file) == {"pool": "gpu"}
     assert labels_of("busybox:1", file) == {"nemo/image": "busybox-1"}
-
-
-def test_an_entry_without_labels_matches_too():
-    assert labels_of("vllm", _file(image_labels={"vllm": {}}, image_label_key="k")) == {}
-
-
-def test_static_labels_win_over_derived_ones():
-    static = {"label_selector": {"nemo/image": "preset", "type": "worker"}}
-    file = _file(defaults=static, image_label_key="nemo/image")
-
-    assert labels_of("vllm", file) == {"nemo/image": "preset", "type": "worker"}
-    assert derived_labels("vllm", file) == {"nemo/image": "vllm-vllm-openai-v0.10.1"}
-
-
-def test_without_rules_an_image_has_no_labels():
-    assert labels_of("vllm", _file()) == {}
-    assert labels_of("", _file(image_label_key="nemo/image")) == {}
+    assert labels_of("vllm", _file(image_labels={"VLLM/*": {"pool": "gpu"}})) == {}
 
 
 @pytest.mark.parametrize(

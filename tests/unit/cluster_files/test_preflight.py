@@ -2,11 +2,12 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.cluster_files import check as preflight
 from nemo_run_ray.cluster_files.check import CheckRow, CheckState, check, pool_asks
+from nemo_run_ray.cluster_files.load import Document
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.dashboard.state import Inspection, room_of
 from nemo_run_ray.remote.fit import ResourceRequest
@@ -22,8 +23,12 @@ FOUND = Inspection(
 )
 
 
+def document(**file) -> Document:
+    return Document(Path("team.yaml"), file, file=ClusterFile.model_validate(file))
+
+
 def of(name: str, found: Inspection, asks: dict | None = None, **file) -> CheckRow:
-    rows = check(found, ClusterFile.model_validate(file), asks)
+    rows = check(found, document(**file), asks)
     (row,) = (row for row in rows if row.check == name)
     return row
 
@@ -90,10 +95,10 @@ def test_a_pool_of_another_dashboard_is_not_judged_by_this_one():
     assert row.next_step == "nemo-run-ray doctor --address http://other:8265"
 
 
-def test_what_tasks_ask_for_takes_the_place_of_a_pool_of_that_name():
-    asks = {"p": ResourceRequest({"CPU": 9.0}), "task train": ResourceRequest({"GPU": 1.0})}
-    row = of("pool p", FOUND, asks, pools={"p": {"cpus_per_node": 1.0}})
-    assert row.state is CheckState.BROKEN
+def test_tasks_are_looked_at_in_place_of_the_pools():
+    asks = {"task train": ResourceRequest({"GPU": 1.0})}
+    names = [row.check for row in check(FOUND, document(pools={"p": {}}), asks)]
+    assert "pool p" not in names
     assert "no node has GPU, it asks for 1" in of("task train", FOUND, asks).message
 
 
@@ -120,33 +125,30 @@ def test_a_cluster_without_nodes():
     assert "no living node" in of("pool p", found, pools={"p": {}}).message
 
 
-def test_a_pools_fields_lie_over_the_defaults(monkeypatch):
-    def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
-        return {"of_image": image, "image": image}
-
-    monkeypatch.setattr(preflight, "labels_of", labels_of)
-    file = ClusterFile.model_validate(
-        {
-            "defaults": {
-                "cpus_per_node": 4,
-                "memory_per_node": "2GiB",
-                "label_selector": {"a": "b", "image": "default"},
-                "image": "vllm",
-            },
-            "pools": {
-                "own": {"cpus_per_node": 0.0, "label_selector": {"kind": "x"}},
-                "plain": {"resources_per_node": {"fpga": 1.0}, "image": "sandbox"},
-            },
-        }
+def test_a_pools_fields_lie_over_the_defaults_and_those_over_the_images_labels():
+    file = document(
+        defaults={
+            "cpus_per_node": 4,
+            "memory_per_node": "2GiB",
+            "label_selector": {"a": "b", "image": "default"},
+            "image": "vllm",
+        },
+        image_labels={
+            "vllm": {"of": "vllm", "image": "x"},
+            "sandbox": {"of": "sandbox", "image": "y"},
+        },
+        pools={
+            "own": {"cpus_per_node": 0.0, "label_selector": {"kind": "x"}},
+            "plain": {"resources_per_node": {"fpga": 1.0}, "image": "sandbox"},
+        },
     )
     assert pool_asks(file) == {
-        "own": ResourceRequest(
-            {"memory": 2.0 * GIB},
-            {"of_image": "vllm", "image": "default", "a": "b", "kind": "x"},
+        "pool own": ResourceRequest(
+            {"memory": 2.0 * GIB}, {"of": "vllm", "image": "default", "a": "b", "kind": "x"}
         ),
-        "plain": ResourceRequest(
+        "pool plain": ResourceRequest(
             {"CPU": 4.0, "memory": 2.0 * GIB, "fpga": 1.0},
-            {"of_image": "sandbox", "image": "default", "a": "b"},
+            {"of": "sandbox", "image": "default", "a": "b"},
         ),
     }
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.fields import credentials_in, looks_like_credential
+from nemo_run_ray.fields import credentials_in, is_credential_name
 from nemo_run_ray.integrations.foreign import at, shown
 
 
@@ -58,7 +58,7 @@ OTHERS = """
     ],
 )
 def test_names_of_credentials(name, expected):
-    assert looks_like_credential(name) is expected
+    assert is_credential_name(name) is expected
 
 
 def test_values_of_credentials():

@@ -48,7 +48,8 @@ def refusal(load):
 
 
 def _labels(reading, image):
-    return labels_of(image, ClusterFile.model_validate(reading.values))
+    file = ClusterFile.model_validate(reading.values)
+    return {**labels_of(image, file), **file.defaults.get("label_selector", {})}
 
 
 def _ignored(reading):
