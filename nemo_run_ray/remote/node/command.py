@@ -22,8 +22,6 @@ _MACROS = re.compile(
 )
 #: An embedded Ray's variable with the caller's TMPDIR, empty when he had none set.
 _TMPDIR = "NEMO_RUN_RAY_TMPDIR"
-#: Characters of a startup command that the log shows when it has failed.
-_SHOWN_MAX = 200
 #: Told when the shell ends before the command: by a failure, or because a startup command exits.
 _FAILED = (
     "nemo_run_ray_failed() { local code=$?; trap - EXIT; "
@@ -123,18 +121,12 @@ def in_shell(
         lines += [_FAILED, "trap nemo_run_ray_failed EXIT", _STOPPED]
     for command in startup:
         # Behind `eval … ||` a `set -e` of the command would have no effect.
-        lines += [f"nemo_run_ray_step={shlex.quote(_shown(command))}"]
-        lines += [f"eval {shlex.quote(command)}", _CHECK]
+        shown = repr(" ".join(command.split())[:200])
+        lines += [f"nemo_run_ray_step={shlex.quote(shown)}", f"eval {shlex.quote(command)}", _CHECK]
     lines += [f"{_FIND_PYTHON}{shlex.quote(sys.executable)}"]
     lines += ["trap - EXIT TERM", 'exec -- "${nemo_run_ray_argv[@]}"']
     options = ["-l", "-c"] if is_login else ["-c"]
     return ["bash", *options, "\n".join(lines), "bash", *argv]
-
-
-def _shown(command: str) -> str:
-    """A command in one line of a log."""
-    line = " ".join(command.split())
-    return repr(line if len(line) <= _SHOWN_MAX else f"{line[:_SHOWN_MAX]} …")
 
 
 def modules_of(serialized: str) -> Set[str]:

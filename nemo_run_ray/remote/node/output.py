@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 from contextlib import suppress
 
 #: Prefix of this package's lines in a job's log.
@@ -76,15 +77,14 @@ class Output:
     """The command's output on its way into the job's log.
 
     Ray reads the log as strict UTF-8 and takes ``\\r``, ``\\n`` and ``\\r\\n`` alike for a line's
-    end; one wrong byte would end every reader's stream. So wrong bytes are written as ``\\xNN`` and
-    ``\\r\\n`` as ``\\n``: then all readers count the same characters, which is how a reader that
-    was cut off finds its place.
+    end; one wrong byte would end every reader's stream. So wrong bytes are written as ``\\xNN``,
+    and no ``\\r`` before a ``\\n``: then all readers count the same characters, which is how a
+    reader that was cut off finds its place.
     """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        self._after_return = False  # what was read ends with \r: an \n that follows belongs to it
-        self._wrote_return = False
+        self._returns = ""  # what was read ends with them: an \\n that follows belongs to them
         self._in_line = False
 
     def take(self, data: bytes) -> None:
@@ -92,21 +92,10 @@ class Output:
 
         A last line without its end gets one, so that this package's line begins a new one.
         """
-        self._write(self._decoder.decode(data, final=not data))
-        if not data and self._in_line:
-            self._write("\n")
-
-    def _write(self, text: str) -> None:
-        if not text:
-            return
-        cut_in_two = self._after_return and text[0] == "\n"
-        self._after_return = text[-1] == "\r"
-        text = text[1:] if cut_in_two else text
-        text = text.replace("\r\n", "\n")
-        if self._wrote_return:  # a line's end that is none of a pair must not become one
-            rest = text.lstrip("\n")
-            text = "\r" * (len(text) - len(rest)) + rest
+        text = self._returns + self._decoder.decode(data, final=not data)
+        text = re.sub("\r+\n", "\n", text)
+        end = len(text.rstrip("\r")) if data else len(text)
+        text, self._returns = text[:end], text[end:]
         if text:
-            self._wrote_return = text[-1] == "\r"
             self._in_line = text[-1] not in "\r\n"
-        write(text)
+        write(text if data or not self._in_line else f"{text}\n")

@@ -35,8 +35,6 @@ SPEC = "spec.json"
 DISPATCH = "nemo_run_ray_dispatch.json"
 #: File in the archive of secrets.
 SECRETS = "nemo_run_ray_secrets.json"
-#: Number of links that the kernel follows on one path: path_resolution(7).
-_LINKS_MAX = 40
 #: File in the same archive: the key that proves the job's end.
 KEY = "nemo_run_ray_key"
 #: Ray's variable with the job's configuration, from which workers of the job get its archives.
@@ -98,15 +96,13 @@ class RunDir:
     def remove(self) -> None:
         """Remove it, and the base when this was the last one."""
         shutil.rmtree(self.root, ignore_errors=True)
-        try:
+        with suppress(OSError):  # other jobs are in it
             os.rmdir(self.base)
-        except OSError:
-            return  # other jobs are in it
 
     def _make_root(self) -> None:
-        for _ in range(100):
-            try:
-                os.makedirs(self.base, mode=0o700, exist_ok=True)
+        while True:
+            os.makedirs(self.base, mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):  # the last other job has just removed the base
                 owner = os.lstat(self.base)
                 if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
                     raise PermissionError(
@@ -116,9 +112,6 @@ class RunDir:
                 shutil.rmtree(self.root, ignore_errors=True)  # what a dead attempt left
                 os.mkdir(self.root, 0o700)
                 return
-            except FileNotFoundError:
-                continue  # the last other job removed the base at this moment
-        raise FileNotFoundError(f"{self.base} is removed again and again")
 
     def _map_script(self, path: str) -> None:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -169,6 +162,7 @@ def links_out(links: Mapping[str, str]) -> list[str]:
         name
         for name in links
         if name != os.path.normpath(name).lstrip("/")
+        or name.startswith("../")
         or _leads_out(name, links)
         or is_behind(os.path.dirname(name), links)
     ]
@@ -182,25 +176,18 @@ def is_behind(folder: str, links: Mapping[str, str]) -> bool:
 
 
 def _leads_out(name: str, links: Mapping[str, str]) -> bool:
-    ahead = name.split("/")[::-1]
-    behind: list[str] = []
-    followed = 0
-    while ahead and followed <= _LINKS_MAX:
-        part = ahead.pop()
+    """Whether a link may: it is absolute, or has a ``..`` at the top or behind another link."""
+    here = name.split("/")[:-1]
+    is_behind_link = False
+    for part in links[name].split("/"):
         if part == "..":
-            if not behind:
+            if not here or is_behind_link:
                 return True
-            behind.pop()
+            here.pop()
         elif part not in ("", "."):
-            behind.append(part)
-            target = links.get("/".join(behind))
-            if target is not None:
-                if target.startswith("/"):
-                    return True
-                followed += 1
-                behind.pop()
-                ahead += target.split("/")[::-1]
-    return False
+            here.append(part)
+            is_behind_link = is_behind_link or "/".join(here) in links
+    return links[name].startswith("/")
 
 
 def take_key() -> str:

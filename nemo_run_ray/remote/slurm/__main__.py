@@ -6,11 +6,10 @@ import os
 import sys
 
 from ..node.output import say
-from ..node.supervise import Runner, adopt_orphans, supervise
+from ..node.supervise import Runner, supervise
 from .folder import CLUSTER_FAILED, NodeReport, RunEnd, RunFolder
-from .node import Worker, run_sidecar_step, temp_dir_of
-from .processes import Commands
-from .settings import SIDECAR_STEP, WrongSetting, job_of, read
+from .node import NodeProgram, Worker, temp_dir_of
+from .settings import WrongSetting, job_of, read
 
 
 def main() -> int:
@@ -22,31 +21,26 @@ def main() -> int:
         say(str(error))
         return 2
     tag = f"{settings.job}/{settings.rank}/{os.urandom(8).hex()}"
+    folder = RunFolder(settings.run, settings.rank)
+    is_head = settings.is_head and not settings.is_sidecar_step
 
     def take_part(runner: Runner) -> int:
-        adopt_orphans()
-        args = settings, RunFolder(settings.run, settings.rank), Commands(tag), env
-        if env.get(SIDECAR_STEP):
-            return run_sidecar_step(runner, *args)
-        if not settings.is_head:
-            return Worker(*args).run(runner)
-        from .head import Head  # workers do without it: there are many of them
+        program: NodeProgram = Worker(settings, folder, tag, env)
+        if is_head:
+            from .head import Head  # workers do without it: there are many of them
 
-        return Head(*args).run(runner)
+            program = Head(settings, folder, tag, env)
+        return program.run(runner)
 
     end = supervise(tag, take_part)
     if end.left_on is not None:
         return end.code
     # All its processes are ended, and it could not report that itself.
-    folder = RunFolder(settings.run, settings.rank)
-    if env.get(SIDECAR_STEP):
-        folder.publish_report(NodeReport(host=settings.host, failed=end.text))
-    elif settings.is_head:
+    if is_head:
         run_end = RunEnd(CLUSTER_FAILED, f"node {settings.host} (the head): {end.text}")
         return folder.publish_end(run_end).code
-    else:
-        report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
-        folder.publish_report(report._replace(failed=report.failed or end.text, left=True))
+    report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
+    folder.publish_report(report._replace(failed=report.failed or end.text, left=True))
     return 0
 
 

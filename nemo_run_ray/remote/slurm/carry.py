@@ -1,4 +1,4 @@
-"""A named allocation: its users, its walltime, and the dispatches that it carries on.
+"""A named allocation: its users, its walltime, and the dispatches that continue in the next one.
 
 The client has made the folder of the allocation, below that of the cluster::
 
@@ -19,11 +19,13 @@ A folder with a higher number means that this allocation was given up.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import time
+from collections import Counter
 from contextlib import closing, suppress
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, cast
+from typing import Callable, Dict, List, Mapping, Optional, Set
 
 from .. import carried_over
 from ..dashboard import DashboardClient, RequestRefused, Unanswered
@@ -44,13 +46,13 @@ from ..status import (
     started_as,
     status_of_row,
 )
-from .folder import CLUSTER_FAILED, RunEnd
+from .folder import CLUSTER_FAILED, READY, RunEnd
 from .settings import Settings
 
 #: Names in the folder of an allocation.
 USERS, RELEASED, KEEP, OVER, STOP = "users", "released", "keep", "over", "stop"
-#: Seconds between two looks at Ray's job table, and between two at the file ``stop``.
-_LOOK_S, _STOP_LOOK_S = 5.0, 5.0
+#: Seconds between two looks at Ray's job table.
+_LOOK_S = 5.0
 #: Tries to read Ray's last job table, from which the next allocation takes over jobs.
 _LAST_TRIES = 3
 #: A renewed allocation ends by itself before its walltime, in time for jobs to end and for its
@@ -60,7 +62,6 @@ _MARGIN_MIN_S, _MARGIN_MAX_S = 30.0, 120.0
 _FIRST_JOB_S = 30.0
 #: In the folder of a run after Slurm has sent the job's script the signal of ``--signal``.
 SIGNALLED = "signalled"
-_SIGNAL = "Slurm has sent the job's script SIGUSR1 or SIGUSR2, as --signal asks"
 #: Pause after a request that failed, and the tries after which a dispatch is given up.
 _PAUSE_S, _TRIES = 5.0, 60
 #: Limit of the upload of an archive, which may be large; the head shows no life meanwhile.
@@ -68,7 +69,7 @@ _UPLOAD_S = 20.0
 
 
 class Allocation:
-    """Decides when a named allocation ends; without a name it does nothing.
+    """Decides when a named allocation ends, and continues dispatches; unnamed, it does nothing.
 
     Args:
         settings: of the head.
@@ -86,17 +87,16 @@ class Allocation:
         self._folder = settings.allocation
         self._monotonic = monotonic
         self._clock = clock
-        self._dispatches = CarriedDispatches(settings, monotonic)
-        self._looked_at = self._stop_looked_at = float("-inf")
-        self._stop_reason = ""
-        self._idle_since: Optional[float] = None
-        self._written = ""
+        self._carried: JobRows = {}  # rows of dispatches from before this run
+        self._waiting: List[str] = []  # folders of dispatches whose dispatcher is not started yet
+        self._failures: Counter[str] = Counter()
         self._dashboard: Optional[DashboardClient] = None
         self._lost_ends = LostEnds(self._log_end)
-        self._rows: List[Any] = []
+        self._table: List[JobRow] = []
+        self._written = self._session = ""
+        self._looked_at = self._pause_until = float("-inf")
+        self._idle_since: Optional[float] = None
         self._seen_users: Set[str] = set()
-        #: Ray's name of its session; empty until the dashboard has answered.
-        self.session = ""
         self._ends_at: Optional[float] = None
         self._lasts_s = 0.0
         if settings.ends_at is not None:
@@ -114,69 +114,64 @@ class Allocation:
         return {ENDS_AT: f"{self._ends_at:.0f}", LASTS_S: f"{self._lasts_s:.0f}", RENEWS: renews}
 
     def begin(self) -> None:
-        """Remove dispatches that no allocation continues, before clients can add others."""
-        self._dispatches.clear()
+        """Take over the dispatches of the runs before, before clients can add others.
+
+        Archives of dispatches that nobody continues are removed. Their ids stay: they tell which
+        rows of old job tables belong to them.
+
+        Raises:
+            OSError: a file of the runs before cannot be read; without it, jobs would run again.
+        """
+        if not self._folder:
+            return
+        if not carried_over.carries_dispatches(self._folder, self._settings.run):
+            for folder in carried_over.kept_dispatches(self._folder):
+                _remove_archives(folder)
+            return
+        self._carried = carried_over.rows_before(self._folder, self._settings.run)
+        # A dispatch without an attempt is of another allocation, or its client died early.
+        self._waiting = [
+            folder
+            for folder, attempts in self._attempts(self._carried).items()
+            if attempts and not _is_decided(attempts)
+        ]
 
     def step(self, dashboard: DashboardClient) -> Optional[RunEnd]:
         """Start dispatches that are carried over; the end of an allocation that nobody needs."""
-        if not self._folder:
-            return None
-        self._dispatches.step(dashboard)
-        now = self._monotonic()
-        if now - self._looked_at < _LOOK_S:
-            return None
-        self._looked_at = now
-        with suppress(Unanswered):
-            self.session = self.session or dashboard.session()
-        rows = self.keep_table(dashboard)
-        is_idle = rows is not None and not any(_is_active(row) for row in rows)
-        is_idle = is_idle and not self._dispatches.is_busy
-        # A dashboard that hangs does not delay the next allocation.
-        self._rows = self._rows if rows is None else rows
-        end = self.renewal(self._rows, is_idle)
-        if end is not None:
-            return end
-        if not is_idle:
-            self._idle_since = None
-            return None
-        # A new user needs time to submit.
-        users = self._users() or set()
-        if self._idle_since is None or users - self._seen_users:
-            self._idle_since = now
-        self._seen_users |= users
-        why = "" if self._idle_since == now else self._idle_reason(now - self._idle_since)
-        return RunEnd(0, why) if why else None
+        if self._folder:
+            self._start_dispatcher(dashboard)
+            if self._monotonic() - self._looked_at >= _LOOK_S:
+                self._looked_at = self._monotonic()
+                with suppress(OSError):  # the folder cannot be read now
+                    return self._end(dashboard)
+        return None
 
     def stop_reason(self) -> str:
         """The reason for which a client has stopped this allocation; empty if none has.
 
         Slurm's controller may have been away when the client asked it.
         """
-        now = self._monotonic()
-        is_time = now - self._stop_looked_at >= _STOP_LOOK_S
-        if self._folder and not self._stop_reason and is_time:
-            self._stop_looked_at = now
-            path = os.path.join(self._folder, STOP)
-            with suppress(OSError), open(path, encoding="utf-8") as file:
-                self._stop_reason = file.read().strip()
-        return self._stop_reason
+        path = os.path.join(self._folder, STOP)
+        with suppress(OSError), open(path, encoding="utf-8") as file:
+            return file.read().strip()
+        return ""
 
-    def keep_table(self, dashboard: DashboardClient) -> Optional[List[Any]]:
+    def keep_table(self, dashboard: DashboardClient) -> Optional[List[JobRow]]:
         """Ray's job table, which is kept in a file with the rows that were carried over.
 
         It is ``None`` if Ray does not answer.
         """
         self._dashboard = dashboard
         try:
-            rows = [self._lost_ends.restored(row) for row in dashboard.table()]
+            table = [row for row in dashboard.table() if isinstance(row, dict)]
+            rows = [self._lost_ends.restored(row) for row in table]  # type: ignore[arg-type]
         except Unanswered:
             return None
-        if self._dispatches.is_read:  # else the next run would read a table without its rows
-            text = json.dumps([*self._dispatches.rows_beside(rows), *rows])
-            if text != self._written:
-                with suppress(OSError):  # the next look tries again
-                    write_file(os.path.join(self._settings.run, carried_over.TABLE), text)
-                    self._written = text
+        text = json.dumps([*{**self._carried, **_by_id(rows)}.values()])
+        if text != self._written:
+            with suppress(OSError):  # the next look tries again
+                write_file(os.path.join(self._settings.run, carried_over.TABLE), text)
+                self._written = text
         return rows
 
     def keep_last_table(self, dashboard: DashboardClient, end: RunEnd) -> None:
@@ -190,25 +185,28 @@ class Allocation:
                 "count as ended by the walltime."
             )
 
-    def renewal(self, rows: List[Any], is_idle: bool) -> Optional[RunEnd]:
+    def renewal(self, rows: List[JobRow], is_idle: bool) -> Optional[RunEnd]:
         """The end after which the next allocation continues; ``None`` while this one is of use.
 
         Args:
             rows: Ray's job table.
             is_idle: whether no job is active.
+
+        Raises:
+            OSError: the dispatches cannot be read now.
         """
         if not self._settings.renew or self._ends_at is None:
             return None
         has_signal = os.path.exists(os.path.join(self._settings.run, SIGNALLED))
         is_late = self._clock() >= self._ends_at or has_signal
-        try:
-            names = self._dispatches.unfinished(rows, out_of_time=not is_late)
-            if not names or not (is_late or is_idle) or not self._dispatches.may_gain(names, rows):
-                return RunEnd(CLUSTER_FAILED, _SIGNAL) if has_signal else None
-        except OSError:  # the dispatches cannot be read now
-            return None
-        why = "its walltime is over" if is_late else "the remaining jobs need more time than it has"
-        return RunEnd(0, why, True)
+        names = self._unfinished(rows, out_of_time=not is_late)
+        if names and (is_late or is_idle) and self._may_gain(names, rows):
+            late, idle = "its walltime is over", "the remaining jobs need more time than it has"
+            return RunEnd(0, late if is_late else idle, True)
+        if has_signal:
+            why = "Slurm has sent the job's script SIGUSR1 or SIGUSR2, as --signal asks"
+            return RunEnd(CLUSTER_FAILED, why)
+        return None
 
     def may_try_again(self) -> bool:
         """Whether the next allocation shall try to bring Ray up after this one has failed to.
@@ -218,200 +216,115 @@ class Allocation:
         """
         if not (self._folder and self._settings.renew):
             return False
+        if not os.path.exists(os.path.join(self._folder, carried_over.RENEWED)):
+            return False
         parent, number = os.path.split(self._folder)
-        with suppress(OSError, ValueError):
-            if carried_over.exists(os.path.join(self._folder, carried_over.RENEWED)):
-                runs = os.path.join(parent, str(int(number) - 1), "run")
-                paths = (os.path.join(runs, run, "ready.json") for run in os.listdir(runs))
-                return any(map(carried_over.exists, paths))
-        return False
+        return bool(glob.glob(os.path.join(parent, str(int(number) - 1), "run", "*", READY)))
+
+    def _end(self, dashboard: DashboardClient) -> Optional[RunEnd]:
+        if not self._session:
+            with suppress(Unanswered):
+                self._session = dashboard.session()
+                write_file(os.path.join(self._settings.run, "session"), self._session)
+        rows = self.keep_table(dashboard)
+        is_idle = rows is not None and not self._waiting and not any(map(is_active, rows))
+        # A dashboard that hangs does not delay the next allocation.
+        self._table = self._table if rows is None else rows
+        end = self.renewal(self._table, is_idle)
+        if end is not None:
+            return end
+        now, users = self._monotonic(), set(os.listdir(os.path.join(self._folder, USERS)))
+        # A new user needs time to submit.
+        if not is_idle:
+            self._idle_since = None
+        elif self._idle_since is None or users - self._seen_users:
+            self._idle_since = now
+        self._seen_users |= users
+        if self._idle_since in (None, now):
+            return None
+        limit_s = self._settings.idle_timeout_s
+        is_released = os.path.exists(os.path.join(self._folder, RELEASED)) and not users
+        if is_released and not os.path.exists(os.path.join(self._folder, KEEP)):
+            return RunEnd(0, "its last user has left, and no job runs")
+        if limit_s is not None and now - (self._idle_since or now) >= limit_s:
+            return RunEnd(0, f"no job has run for {limit_s:g} s")
+        return None
 
     def _log_end(self, node: str, submission_id: str) -> Optional[str]:
         return self._dashboard.log_end(node, submission_id) if self._dashboard else None
 
-    def _idle_reason(self, idle_s: float) -> str:
-        limit_s = self._settings.idle_timeout_s
-        is_kept = os.path.exists(os.path.join(self._folder, KEEP))
-        is_released = os.path.exists(os.path.join(self._folder, RELEASED))
-        if is_released and not is_kept and self._users() == set():
-            return "its last user has left, and no job runs"
-        if limit_s is not None and idle_s >= limit_s:
-            return f"no job has run for {limit_s:g} s"
-        return ""
-
-    def _users(self) -> Optional[Set[str]]:
-        """Names of the programs that use it; ``None`` if the folder cannot be read now."""
-        with suppress(OSError):
-            return set(os.listdir(os.path.join(self._folder, USERS)))
-        return None
-
-
-class CarriedDispatches:
-    """The dispatches that this run of an allocation takes over from the one before.
-
-    Args:
-        settings: of the head.
-        clock: seconds that only grow.
-    """
-
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings
-        self._allocation = settings.allocation
-        self._clock = clock
-        self._rows: JobRows = {}
-        self._waiting: Optional[List[str]] = None  # folders; None: the rows are not read yet
-        self._sent: Set[str] = set()
-        self._decided: Set[str] = set()
-        self._tries: Dict[str, int] = {}
-        self._pause_until = float("-inf")
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the rows from before this run are known."""
-        return self._waiting is not None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a dispatcher is not started yet."""
-        return self._waiting is None or bool(self._waiting)
-
-    def rows_beside(self, rows: List[Any]) -> List[JobRow]:
-        """The rows that were carried over and are not in Ray's own table."""
-        own = {row.get("submission_id") for row in rows if isinstance(row, dict)}
-        return [row for name, row in self._rows.items() if name not in own]
-
-    def step(self, dashboard: DashboardClient) -> None:
-        """Make one request for the first dispatch whose dispatcher is not started yet.
-
-        Between two requests the head shows that it lives. A request that fails is made again,
-        after those of the other dispatches.
-        """
-        if not self.is_busy or self._clock() < self._pause_until:
-            return
-        name = ""
-        try:
-            if self._waiting is None:
-                self._waiting = self._take_over()
-            elif self._waiting:
-                name = os.path.basename(self._waiting[0])
-                if self._start(dashboard, self._waiting[0]):
-                    del self._waiting[0]
-        except (OSError, ValueError, KeyError, Unanswered, RequestRefused) as error:
-            self._failed(name, f"{error or type(error).__name__}")
-
-    def clear(self) -> None:
-        """Remove the archives of dispatches that no allocation continues.
-
-        Their ids stay: they tell which rows of old job tables belong to them.
-        """
-        with suppress(OSError):  # what stays does no harm
-            allocation, run = self._allocation, self._settings.run
-            if allocation and not carried_over.carries_dispatches(allocation, run):
-                for folder in carried_over.kept_dispatches(allocation):
-                    _remove_archives(folder)
-
-    def unfinished(self, rows: List[Any], out_of_time: bool) -> List[str]:
+    def _unfinished(self, rows: List[JobRow], out_of_time: bool) -> List[str]:
         """Ids of the dispatchers of dispatches that were started and are not decided.
 
-        Args:
-            rows: Ray's job table.
-            out_of_time: only those whose dispatcher had no time for the remaining jobs. Another
-                dispatcher that has died would die again.
-
-        Raises:
-            OSError: the dispatches cannot be read now.
+        With ``out_of_time`` only those whose dispatcher had no time for the remaining jobs: another
+        dispatcher that has died would die again.
         """
-        table: Dict[str, Any] = dict(self._rows)
-        table.update((str(row.get("submission_id")), row) for row in rows if isinstance(row, dict))
         names = []
-        for folder, attempts in self._attempts(table).items():
-            start = os.path.join(folder, carried_over.START)
-            if folder in self._decided:
-                continue
-            if _is_decided(attempts) or not carried_over.exists(start):
-                self._decided.add(folder)
+        for folder, attempts in self._attempts({**self._carried, **_by_id(rows)}).items():
+            if _is_decided(attempts):
                 _remove_archives(folder)
-            elif attempts:
+            elif attempts and os.path.exists(os.path.join(folder, carried_over.START)):
                 last = attempts[max(attempts)]
                 if not out_of_time or last.exit_code == JobExit.OUT_OF_TIME:
                     names.append(os.path.basename(folder))
         return names
 
-    def may_gain(self, names: List[str], rows: List[Any]) -> bool:
+    def _may_gain(self, names: List[str], rows: List[JobRow]) -> bool:
         """Whether the next allocation may do better; else they would follow each other for ever.
 
         It has all of its time for a dispatch that was handed over late in this one. Otherwise a
         job of a dispatch must have been started in this run, beside the dispatchers.
         """
-        taken_over = {first_id(name) for name in self._rows}
-        if not taken_over.issuperset(names):
+        if not {first_id(name) for name in self._carried}.issuperset(names):
             return True
-        folders = carried_over.kept_dispatches(self._allocation)
-        jobs = carried_over.kept_ids(self._allocation) - {*map(os.path.basename, folders)}
-        return any(first_id(str(row.get("submission_id"))) in jobs and _began(row) for row in rows)
-
-    def _take_over(self) -> List[str]:
-        allocation, run = self._allocation, self._settings.run
-        if not allocation or not carried_over.carries_dispatches(allocation, run):
-            return []
-        self._rows = carried_over.rows_before(allocation, run)
-        # A dispatch without an attempt is of another allocation, or its client died early.
-        return [
-            folder
-            for folder, attempts in self._attempts(self._rows).items()
-            if attempts and not _is_decided(attempts)
-        ]
+        folders = carried_over.kept_dispatches(self._folder)
+        jobs = carried_over.kept_ids(self._folder) - {*map(os.path.basename, folders)}
+        return any(first_id(name) in jobs and _began(row) for name, row in _by_id(rows).items())
 
     def _attempts(self, rows: JobRows) -> Dict[str, Dict[int, Attempt]]:
         """The attempts of the dispatchers, by the folder of the dispatch and number."""
-        folders = carried_over.kept_dispatches(self._allocation)
-        names = [os.path.basename(folder) for folder in folders]
-        table = {name: attempt_of_row(row) for name, row in rows.items() if first_id(name) in names}
-        attempts = attempts_of(names, table)
-        return {folder: attempts[os.path.basename(folder)] for folder in folders}
+        folders = {
+            os.path.basename(path): path for path in carried_over.kept_dispatches(self._folder)
+        }
+        table = {
+            name: attempt_of_row(row) for name, row in rows.items() if first_id(name) in folders
+        }
+        return {folders[name]: own for name, own in attempts_of([*folders], table).items()}
 
-    def _start(self, dashboard: DashboardClient, folder: str) -> bool:
-        """Send the next archive of a dispatch, or start its dispatcher; whether that was done."""
-        with open(os.path.join(folder, carried_over.START), encoding="utf-8") as file:
-            start = json.load(file)
-        for name in start["archives"]:
-            if name not in self._sent:
-                uploads = DashboardClient(dashboard.url, dashboard.token, _UPLOAD_S)
-                with open(os.path.join(folder, name), "rb") as archive, closing(uploads):
-                    uploads.put_package(name, archive.read())
-                self._sent.add(name)
-                return False
-        body = start["body"]
-        first = body["submission_id"]
-        number = 1 + max(self._attempts(self._rows)[folder], default=0)
-        body["submission_id"] = attempt_id(first, number)
-        body["entrypoint"] = started_as(body["entrypoint"], body["submission_id"])
-        dashboard.post(body)
-        say(f"The chain {first} continues as {body['submission_id']}.")
-        return True
-
-    def _failed(self, name: str, why: str) -> None:
-        """Print once that a request is made again; give a dispatch up after many tries."""
-        self._pause_until = self._clock() + _PAUSE_S
-        what = f"The chain {name} cannot continue" if name else "Earlier chains cannot be read"
-        self._tries[name] = self._tries.get(name, 0) + 1
-        is_given_up = self._tries[name] >= _TRIES
-        if is_given_up:
-            say(f"{what}, and {'is given up' if name else 'none of them continues here'}: {why}")
-        elif self._tries[name] == 1:
-            say(f"{what} yet: {why}")
-        if not name:
-            self._waiting = [] if is_given_up else None
-        elif self._waiting:
-            folder = self._waiting.pop(0)
-            self._waiting += [] if is_given_up else [folder]
+    def _start_dispatcher(self, dashboard: DashboardClient) -> None:
+        """Start the dispatcher of the first dispatch that waits; after a failure it is the last."""
+        if not self._waiting or self._monotonic() < self._pause_until:
+            return
+        folder = self._waiting.pop(0)
+        name = os.path.basename(folder)
+        try:
+            with open(os.path.join(folder, carried_over.START), encoding="utf-8") as file:
+                start = json.load(file)
+            with closing(DashboardClient(dashboard.url, dashboard.token, _UPLOAD_S)) as uploads:
+                for archive in start["archives"]:
+                    with open(os.path.join(folder, archive), "rb") as file:
+                        uploads.put_package(archive, file.read())
+            body = start["body"]
+            number = 1 + max(self._attempts(self._carried)[folder])
+            body["submission_id"] = attempt_id(name, number)
+            body["entrypoint"] = started_as(body["entrypoint"], body["submission_id"])
+            dashboard.post(body)
+            say(f"The chain {name} continues as {body['submission_id']}.")
+        except (OSError, Unanswered, RequestRefused) as error:
+            self._pause_until = self._monotonic() + _PAUSE_S
+            self._failures[name] += 1
+            if self._failures[name] < _TRIES:
+                self._waiting.append(folder)
+            if self._failures[name] in (1, _TRIES):
+                state = " yet" if folder in self._waiting else ", and is given up"
+                say(f"The chain {name} cannot continue{state}: {error}")
 
 
-def _is_active(row: Any) -> bool:
-    return isinstance(row, dict) and is_active(cast(JobRow, row))
+def _by_id(rows: List[JobRow]) -> JobRows:
+    return {str(row["submission_id"]): row for row in rows if row.get("submission_id")}
 
 
-def _began(row: Any) -> bool:
+def _began(row: JobRow) -> bool:
     """Whether the job of a row was started; one that waits for resources was not."""
     status = status_of_row(row)
     return status.state is not JobState.PENDING and status.reason is not Reason.START_TIMEOUT
@@ -426,7 +339,7 @@ def _is_decided(attempts: Mapping[int, Attempt]) -> bool:
 
 
 def _remove_archives(folder: str) -> None:
-    """Remove all files of a decided dispatch but its ids."""
+    """Remove all files of a dispatch but its ids."""
     with suppress(OSError):  # what stays does no harm
         for name in os.listdir(folder):
             if name != carried_over.IDS:

@@ -12,9 +12,7 @@ no time in a file is compared with a reader's clock.
     nodes/3.json        the report of the node with rank 3
     beside/             the folder of a step with sidecars in another container, which sees no more
     beats/3             a number that grows while the program of rank 3 lives, written in place
-    addresses.json      addresses of the head, for the workers to try
-    head.json           addresses of Ray's GCS and dashboard, once the head's raylet is registered
-    ready.json          the same, once the cluster is ready
+    ready.json          addresses of Ray's GCS and dashboard, once the cluster is ready
     session             Ray's name of its session, in a named allocation
     jobs.json           Ray's job table, in a named allocation; see ``../carried_over.py``
     end.json            the exit code of the run that is over, and the reason
@@ -30,7 +28,19 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, TypeVar
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    TypeVar,
+)
 
 from ..files import write_file
 from ..node.output import copy_end
@@ -43,8 +53,8 @@ BEAT_S = 3.0
 LATE_ROUNDS = 10
 #: Exit code of the job when the cluster, not the driver, has failed.
 CLUSTER_FAILED = 70
-#: Names of files with a ``HeadAddress``, with ``HeadAddresses`` and with the ``RunEnd``.
-HEAD, READY, ADDRESSES, END = "head.json", "ready.json", "addresses.json", "end.json"
+#: Names of files with a ``HeadAddress`` and with the ``RunEnd``.
+READY, END = "ready.json", "end.json"
 #: Folder of the logs of jobs, in that of the run, and the kept part of each log.
 JOB_LOGS = "job_logs"
 _LOG_BYTES = 64 * 2**20
@@ -57,20 +67,16 @@ class NodeReport(NamedTuple):
     """The state of a node, as it reports it."""
 
     host: str  # Slurm's name of the node
-    reached: Optional[Tuple[str, ...]] = None  # the head's addresses that this worker reached
+    candidates: Sequence[str] = ()  # addresses of the head that workers try, the likeliest first
+    test_port: int = 0  # of the head, where they try them; 0 if there is only one
+    reached: Optional[Sequence[str]] = None  # those that this worker has reached
     address: str = ""  # of its Ray; empty until that starts
-    ready: Tuple[str, ...] = ()  # names of its sidecars that are ready
+    ray: Sequence[Any] = ()  # the head's ``HeadAddress``, once its raylet is registered
+    ready: Sequence[str] = ()  # names of its sidecars that are ready
     failed: str = ""  # why it cannot continue
     log: str = ""  # path of the log that says more
     retried: str = ""  # how its last ``ray start`` has ended, while another one is tried
     left: bool = False  # it has ended all its processes
-
-
-class HeadAddresses(NamedTuple):
-    """Addresses of the head, before it is known which of its networks is the right one."""
-
-    addresses: Tuple[str, ...]  # the likeliest first
-    port: int  # takes connections for the test; 0 if there is only one address
 
 
 class HeadAddress(NamedTuple):
@@ -107,6 +113,8 @@ class RunFolder:
         self.path = path
         self._rank = rank
         self._beats = 0
+        self._last_beats: Dict[int, str] = {}
+        self._missed: Dict[int, int] = {}
 
     def prepare(self) -> None:
         for name in ("nodes", "beats"):
@@ -115,37 +123,19 @@ class RunFolder:
     def file(self, *names: str) -> str:
         return os.path.join(self.path, *names)
 
-    def exists(self, name: str) -> bool:
-        return os.path.isfile(self.file(name))
-
-    def publish(self, name: str, row: Any) -> None:
-        """Write a file with the fields of a named tuple."""
-        write_file(self.file(name), json.dumps(row._asdict()))
-
-    def read(self, name: str, kind: Callable[..., _Row]) -> Optional[_Row]:
-        """The named tuple in a file; ``None`` while there is none, or it is replaced just now."""
-        try:
-            row = json.loads(self.text(name) or "")
-            tuples = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
-            return kind(**{**row, **tuples})
-        except (ValueError, AttributeError):
-            return None
-
     def text(self, name: str) -> Optional[str]:
         """The content of a file; ``None`` while it does not exist."""
         if "/" not in name:  # reports are many, and their folder is listed once
             self._names("")
-        try:
-            with open(self.file(name), encoding="utf-8", errors="surrogateescape") as file:
-                return file.read()
-        except OSError:
-            return None
+        with suppress(OSError), open(self.file(name), "rb") as file:
+            return os.fsdecode(file.read())
+        return None
 
     def publish_report(self, report: NodeReport) -> None:
-        self.publish(f"nodes/{self._rank}.json", report)
+        self._publish(f"nodes/{self._rank}.json", report)
 
     def report_of(self, rank: int) -> Optional[NodeReport]:
-        return self.read(f"nodes/{rank}.json", NodeReport)
+        return self._read(f"nodes/{rank}.json", NodeReport)
 
     def reports(self) -> Dict[int, NodeReport]:
         """The reports of all nodes, with their sidecars in a step of their own, by rank."""
@@ -156,11 +146,6 @@ class RunFolder:
                 ready, failed = (*own.ready, *beside.ready), own.failed or beside.failed
                 reports[rank] = own._replace(ready=ready, failed=failed)
         return reports
-
-    def _reports(self, folder: str) -> Dict[int, NodeReport]:
-        names = [name for name in self._names(folder) if name.endswith(".json")]
-        rows = {int(name[:-5]): self.read(f"{folder}/{name}", NodeReport) for name in names}
-        return {rank: row for rank, row in rows.items() if row is not None}
 
     def beat(self) -> None:
         """Show that this node's program lives.
@@ -175,13 +160,16 @@ class RunFolder:
         finally:
             os.close(file)
 
-    def beats(self, ranks: Set[int]) -> Dict[int, str]:
-        """The last heartbeats of these nodes, of those that have one."""
-        beats = {}
+    def silent(self, ranks: Iterable[int]) -> Set[int]:
+        """Look at heartbeats, at least ``BEAT_S`` after the last look; the nodes that seem dead."""
         for rank in ranks:
+            last = beat = self._last_beats.get(rank)
             with suppress(OSError), open(self.file("beats", str(rank))) as file:
-                beats[rank] = file.read()
-        return beats
+                beat = file.read()
+            if beat is not None:
+                self._missed[rank] = self._missed.get(rank, 0) + 1 if beat == last else 0
+                self._last_beats[rank] = beat
+        return {rank for rank in ranks if self._missed.get(rank, 0) >= LATE_ROUNDS}
 
     def publish_ready(
         self, head: HeadAddress, env: Mapping[str, str], names: Mapping[str, str]
@@ -200,10 +188,10 @@ class RunFolder:
         lines += [f"{name}={shlex.quote(value)}" for name, value in names.items()]
         lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
         write_file(self.file("env.sh"), "\n".join(lines))
-        self.publish(READY, head)
+        self._publish(READY, head)
 
     def end(self) -> Optional[RunEnd]:
-        return self.read(END, RunEnd)
+        return self._read(END, RunEnd)
 
     def publish_end(self, end: RunEnd) -> RunEnd:
         """Publish that the run is over, unless an end is published; the end that counts."""
@@ -212,9 +200,23 @@ class RunFolder:
             return published
         if end.renews:
             write_file(self.file("renews"), "")
-        self.publish(END, end)
+        self._publish(END, end)
         write_file(self.file("exit_code"), f"{end.code}\n")
         return end
+
+    def _publish(self, name: str, row: Any) -> None:
+        """Write a file with the fields of a named tuple."""
+        write_file(self.file(name), json.dumps(row._asdict()))
+
+    def _read(self, name: str, kind: Callable[..., _Row]) -> Optional[_Row]:
+        """The named tuple in a file; ``None`` while there is none."""
+        text = self.text(name)
+        return kind(**json.loads(text)) if text else None
+
+    def _reports(self, folder: str) -> Dict[int, NodeReport]:
+        names = [name for name in self._names(folder) if name.endswith(".json")]
+        rows = {int(name[:-5]): self._read(f"{folder}/{name}", NodeReport) for name in names}
+        return {rank: row for rank, row in rows.items() if row is not None}
 
     def _names(self, folder: str) -> List[str]:
         """The names of the files in a folder.
@@ -222,29 +224,9 @@ class RunFolder:
         To look at the folder is also how a new file is seen soon: NFS remembers for up to a minute
         that a file does not exist, unless its folder has changed.
         """
-        try:
+        with suppress(OSError):
             return os.listdir(self.file(folder))
-        except OSError:
-            return []
-
-
-class Heartbeats:
-    """Finds the nodes that have shown no life for long, by this reader's own rounds."""
-
-    def __init__(self) -> None:
-        self._last: Dict[int, str] = {}
-        self._missed: Dict[int, int] = {}
-
-    def round(self, beats: Dict[int, str], ranks: Set[int]) -> Set[int]:
-        """Look once, at least ``BEAT_S`` after the last time; the nodes that count as dead."""
-        for rank in ranks:
-            if beats.get(rank) != self._last.get(rank, beats.get(rank)):
-                self._missed[rank] = 0
-            else:
-                self._missed[rank] = self._missed.get(rank, 0) + (rank in self._last)
-            if rank in beats:
-                self._last[rank] = beats[rank]
-        return {rank for rank in ranks if self._missed.get(rank, 0) >= LATE_ROUNDS}
+        return []
 
 
 def keep_job_logs(temp_dir: str, target: str) -> None:

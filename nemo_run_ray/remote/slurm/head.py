@@ -8,37 +8,42 @@ import re
 import secrets
 import time
 from contextlib import suppress
-from typing import Any, Dict, FrozenSet, List, Optional, Set, Union
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from ..dashboard import DASHBOARD, DashboardClient, Unanswered
 from ..files import write_file
-from ..node.supervise import describe_exit
+from ..node.supervise import Child, describe_exit
 from .carry import Allocation
-from .decide import ClusterReady, ClusterView, Wait, decide
-from .folder import (
-    ADDRESSES,
-    CLUSTER_FAILED,
-    HEAD,
-    HeadAddress,
-    HeadAddresses,
-    NodeReport,
-    RunEnd,
-)
-from .network import AddressDiscovery, Ports, head_addresses, listening
-from .node import TURN_S, NodeProgram, driver_environment, node_options
-from .processes import Command
-from .settings import HEAD_PORTS
+from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
+from .network import AddressDiscovery, head_addresses, reachable
+from .node import LOOK_S, TURN_S, NodeProgram, driver_environment, node_options
+from .settings import HEAD_PORTS, Settings
 
 #: NeMo-Run's file that ends the nodes.
 ENDED = "ENDED"
 #: Seconds between two lines that say what the head waits for.
 _SAY_S = 30.0
-#: Seconds between two looks at the reports of all nodes, after the cluster was ready.
-_LOOK_READY_S = 1.0
 #: Seconds between two requests for Ray's nodes, before the cluster is ready and after.
 _ASK_S, _ASK_READY_S = 0.5, 5.0
 #: Limit of a request, during which the head shows no life.
 _ANSWER_S = 5.0
+#: Requests in a row without a node, each ``_ASK_READY_S`` after the last one, that make it lost.
+LOST_AFTER = 4
+#: Nodes that a message lists at most.
+_LISTED = 8
+
+
+class ClusterView(NamedTuple):
+    """One look of the head at the cluster."""
+
+    elapsed_s: float  # since the head's program began
+    reports: Mapping[int, NodeReport]  # by rank
+    dead: FrozenSet[int] = frozenset()  # ranks whose program has shown no life for long
+    address: str = ""  # the head's, once it is chosen
+    gcs_listens: bool = False  # so workers can join
+    alive: Optional[FrozenSet[str]] = None  # addresses of Ray's nodes; None: no answer yet
+    was_ready: bool = False
+    missed: Mapping[int, int] = {}  # requests in a row in which Ray has missed a node, by rank
 
 
 class Head(NodeProgram):
@@ -46,22 +51,20 @@ class Head(NodeProgram):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._began = time.monotonic()
         self._ports: Dict[str, int] = {}
         self._address = ""
         self._token = secrets.token_hex(32)
         self._allocation = Allocation(self.settings)
         self._reports: Dict[int, NodeReport] = {}
-        self._looked_at = self._said_at = float("-inf")
+        self._looked_at = self._said_at = self._asked_at = float("-inf")
         self._discovery: Optional[AddressDiscovery] = None
         self._head: Optional[HeadAddress] = None
         self._dashboard: Optional[DashboardClient] = None
-        self._asked_at = float("-inf")
-        self._missing_since: Dict[int, float] = {}
+        self._missed: Dict[int, int] = {}
         #: Addresses of Ray's living nodes; ``None`` until the dashboard has answered.
         self.alive: Optional[FrozenSet[str]] = None
-        self._was_ready = self._has_published_head = False
-        self._driver: Optional[Command] = None
+        self._was_ready = False
+        self._driver: Optional[Child] = None
         self._written_units: Optional[int] = None
         self._info = os.path.join(self.settings.cluster, "ray_cluster_info.json")
 
@@ -71,35 +74,39 @@ class Head(NodeProgram):
         with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
             file.write(self._token)
         addresses = head_addresses(self.settings.host, self.settings.interface)
-        ports = Ports({}, False, self.ports.salt)
-        self._discovery = AddressDiscovery(addresses, self.settings.nodes - 1, ports)
-        self.folder.publish(ADDRESSES, HeadAddresses(tuple(addresses), self._discovery.port))
-        self.publish()
+        self._discovery = AddressDiscovery(addresses, self.settings.nodes - 1, self.ports)
+        self.publish(candidates=addresses, test_port=self._discovery.port)
 
     def step(self) -> Optional[RunEnd]:
-        self._read_reports()
-        self._start_when_reached()
-        why = self.watch_ray()
-        if why is not None:
-            return self.failed(why)
-        self._await_gcs()
-        if self._dashboard is not None:
-            self._ask_for_nodes(self._dashboard)
-            self._let_workers_join()
-            self._write_units()
-        end = self._requested_end()
+        end = self._look()
         if end is not None:
             return end
+        why = self.watch_ray()
+        if why:
+            return self.failed(why)
+        self._follow_ray()
         code = self._driver_code()
         if code is not None:
             return RunEnd(code, f"the driver: {describe_exit(code)}")
-        return self._allocation_end() or self._act(decide(self.settings, self._view()))
+        if self._was_ready and self._dashboard is not None:
+            end = self._allocation.step(self._dashboard)
+            if end is not None:
+                return end
+        waiting, why = decide(self.settings, self._view())
+        if why:
+            return RunEnd(CLUSTER_FAILED, why)
+        if not waiting and not self._was_ready and self._head is not None:
+            self._was_ready = True
+            self._publish_ready(self._head)
+        elif waiting and time.monotonic() - self._said_at >= _SAY_S:
+            self._said_at = time.monotonic()
+            self.say(waiting)
+        return None
 
     def ray_start_argv(self) -> List[str]:
         """Without a token the dashboard is for the node itself alone."""
         self._ports = self.ports.choose()
-        self._head, self._dashboard, self._has_published_head = None, None, False
-        self.alive = None  # that of the last try
+        self._head = self._dashboard = self.alive = None  # of the last try
         # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
         has_token = self.ray_env()["RAY_AUTH_MODE"] == "token"
         host = "0.0.0.0" if has_token else "127.0.0.1"
@@ -130,17 +137,14 @@ class Head(NodeProgram):
         with suppress(OSError):  # on a full disk the workers miss the head's heartbeat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            with open(self._info, encoding="utf-8") as file:
-                is_own = json.load(file)["job"] == self.settings.job
-            if is_own:  # and not another job's by now
+        with suppress(OSError, ValueError), open(self._info, encoding="utf-8") as file:
+            if json.load(file).get("job") == self.settings.job:  # and not another job's by now
                 os.unlink(self._info)
         super().leave(end)
         while time.monotonic() < self.leaves_at and not self._all_left():
             time.sleep(TURN_S)
         with suppress(OSError):
             os.unlink(self.folder.file("token"))
-        with suppress(OSError):
             self._mark(ENDED, f"{self.settings.job}\n")
         return end.code
 
@@ -148,124 +152,91 @@ class Head(NodeProgram):
         """Write a file by which NeMo-Run's programs see a cluster, beside its logs."""
         write_file(os.path.join(self.settings.logs, name), text)
 
-    def _write_units(self) -> None:
-        """Write the ``worker_units`` of Ray's living nodes, which NeMo-RL's scripts watch."""
-        alive = self.alive or ()
-        addresses = {0: self._address, **{rank: row.address for rank, row in self._reports.items()}}
-        units = self.settings.worker_units * sum(one in alive for one in addresses.values())
-        if units != self._written_units:
-            with suppress(OSError):  # the next turn tries again
-                self._mark("ray_worker_units", f"{units}\n")
-                self._written_units = units
-
-    def _is_ended_by_user(self) -> bool:
-        """Whether a user has asked for the end of this run.
-
-        A file that names another run was written at the end of that run. It may be the run of the
-        job before, which Slurm still completes while this one has its nodes.
-        """
-        try:
-            with open(os.path.join(self.settings.logs, ENDED), encoding="utf-8") as file:
-                text = file.read().strip()
-        except (OSError, ValueError):
-            return False
-        return text == self.settings.job or not re.fullmatch(r"\d+\.\d+", text)
+    def _look(self) -> Optional[RunEnd]:
+        """Read the files of others, seldom once the cluster is ready; start a reachable Ray."""
+        if time.monotonic() - self._looked_at < (LOOK_S if self._was_ready else 0.0):
+            return None
+        self._looked_at = time.monotonic()
+        self._reports = self.folder.reports()
+        if self.ray is None and self._discovery is not None:
+            self._address = self._discovery.choose(self._reports) or ""
+            if self._address:
+                self.publish(address=self._address)
+                self.start_ray()
+        return self._requested_end()
 
     def _requested_end(self) -> Optional[RunEnd]:
         """The end that the job's script, a user by NeMo-Run's file, or a client asks for."""
         why = self.folder.text("script_failed")
         if why is not None:
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
-        if self._is_ended_by_user():
-            return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
+        with suppress(OSError), open(os.path.join(self.settings.logs, ENDED), "rb") as file:
+            # One that names a run was written at its end, perhaps of the job before.
+            if not re.fullmatch(rb"\d+\.\d+\n", file.read()):
+                why = f"a user has written {ENDED} into {self.settings.logs}"
+                return RunEnd(CLUSTER_FAILED, why)
         stopped = self._allocation.stop_reason()
         return RunEnd(143, stopped) if stopped else None
 
     def _all_left(self) -> bool:
         return all(report.left for report in self.folder.reports().values())
 
-    def _read_reports(self) -> None:
-        """Read the nodes' reports: they are many, and seldom change once the cluster is ready."""
-        pause = _LOOK_READY_S if self._was_ready else 0.0
-        if time.monotonic() - self._looked_at >= pause:
-            self._looked_at = time.monotonic()
-            self._reports = self.folder.reports()
-
-    def _start_when_reached(self) -> None:
-        """Start Ray once it is known at which address the others reach it."""
-        if self.ray is None and self._discovery is not None:
-            address = self._discovery.choose(self._reports)
-            if address is not None:
-                self._address = address
-                self.publish(address=address)
-                self.start_ray()
-
-    def _await_gcs(self) -> None:
-        if self._head is not None or self.ray is None:
+    def _follow_ray(self) -> None:
+        """Ask for Ray's nodes after a pause, and tell the workers of Ray once they can join."""
+        if self.ray is None:
             return
         port, dashboard_port = self._ports["PORT"], self._ports["DASHBOARD_PORT"]
-        if listening(self._address, port):
+        if self._dashboard is None and reachable([self._address], port):
             self._head = HeadAddress(self._address, port, dashboard_port, self.starts)
             url = f"http://127.0.0.1:{dashboard_port}"
             self._dashboard = DashboardClient(url, self._authorize, _ANSWER_S)
             self._mark("STARTED_RAY_HEAD", "")
-
-    def _ask_for_nodes(self, dashboard: DashboardClient) -> None:
-        """Ask for Ray's nodes after a pause; without an answer the last one stays."""
-        if time.monotonic() - self._asked_at < (_ASK_READY_S if self._was_ready else _ASK_S):
-            return
-        try:
-            self.alive = frozenset(row["node_ip"] for row in dashboard.alive_nodes())
-        except Unanswered:
-            return
-        finally:
+        pause_s = _ASK_READY_S if self._was_ready else _ASK_S
+        if self._dashboard is not None and time.monotonic() - self._asked_at >= pause_s:
+            with suppress(Unanswered):  # without an answer the last one stays
+                self.alive = frozenset(row["node_ip"] for row in self._dashboard.alive_nodes())
+                for rank, report in self._reports.items():
+                    is_missed = self._was_ready and rank and report.address not in self.alive
+                    self._missed[rank] = self._missed.get(rank, 0) + 1 if is_missed else 0
             self._asked_at = time.monotonic()
-        for rank, report in self._reports.items():
-            if self._was_ready and rank and report.address and report.address not in self.alive:
-                self._missing_since.setdefault(rank, self._asked_at)
-            else:
-                self._missing_since.pop(rank, None)
+        # Before this node is registered, `ray start` of a worker soon gives up.
+        if self._head is not None and self._address in (self.alive or ()):
+            self.publish(ray=self._head)
+        self._write_units()
+
+    def _write_units(self) -> None:
+        """Write the ``worker_units`` of Ray's living nodes, which NeMo-RL's scripts watch."""
+        units = self.settings.worker_units * len(self._members())
+        if units != self._written_units:
+            with suppress(OSError):  # the next turn tries again
+                self._mark("ray_worker_units", f"{units}\n")
+                self._written_units = units
+
+    def _members(self) -> List[str]:
+        """The addresses of this cluster's nodes that Ray counts as alive."""
+        addresses = [report.address for report in self._reports.values()]
+        return [address for address in addresses if address in (self.alive or ())]
 
     def _authorize(self) -> str:
         """The token for one more request, before which this node shows that it lives."""
-        self._beat()
+        self.beat()
         return self._token
-
-    def _let_workers_join(self) -> None:
-        """Publish the address once this node is registered: before, `ray start` soon gives up."""
-        is_registered = self._address in (self.alive or ())
-        if self._head is not None and is_registered and not self._has_published_head:
-            self._has_published_head = True
-            self.folder.publish(HEAD, self._head)
 
     def _view(self) -> ClusterView:
         return ClusterView(
-            elapsed_s=time.monotonic() - self._began,
+            elapsed_s=time.monotonic() - self.began,
             reports=self._reports,
             dead=frozenset(self.dead),
             address=self._address,
             gcs_listens=self._head is not None,
             alive=self.alive,
             was_ready=self._was_ready,
-            missing_for_s={
-                rank: self._asked_at - since for rank, since in self._missing_since.items()
-            },
+            missed=self._missed,
         )
 
-    def _act(self, decision: Union[Wait, ClusterReady, RunEnd]) -> Optional[RunEnd]:
-        if isinstance(decision, RunEnd):
-            return decision
-        if isinstance(decision, Wait):
-            if time.monotonic() - self._said_at >= _SAY_S:
-                self._said_at = time.monotonic()
-                self.say(decision.what)
-        elif not self._was_ready and self._head is not None:
-            self._was_ready = True
-            self._publish_ready(self._head, decision.workers)
-        return None
-
-    def _publish_ready(self, head: HeadAddress, workers: int) -> None:
-        self.say(f"Ray is ready: {workers + 1} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
+    def _publish_ready(self, head: HeadAddress) -> None:
+        nodes = len(self._members())
+        self.say(f"Ray is ready: {nodes} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
         if self.settings.cluster:
             # NeMo-Run reads this file, and takes its presence for readiness.
             row = {
@@ -279,33 +250,113 @@ class Head(NodeProgram):
         names.update((name, str(port)) for name, port in self._ports.items())
         self.folder.publish_ready(head, driver_environment(self.ray_env(), head), names)
 
-    def _allocation_end(self) -> Optional[RunEnd]:
-        """The end of a cluster that nobody needs; ``None`` while a client may."""
-        if not self._was_ready or self._dashboard is None:
-            return None
-        session = self._allocation.session
-        end = self._allocation.step(self._dashboard)
-        if self._allocation.session != session:
-            with suppress(OSError):  # it is for people who look later
-                write_file(self.folder.file("session"), self._allocation.session)
-        return end
-
     def _driver_code(self) -> Optional[int]:
         """The driver's exit code once it has ended; starts it when the job's script names it."""
         if self._driver is not None:
-            return self._driver.exit_code
+            return self._driver.code
         if not self._was_ready or self._head is None:
             return None
-        elsewhere = self.folder.text("driver_exit_code")
+        elsewhere, command = self.folder.text("driver_exit_code"), self.folder.text("command")
         if elsewhere is not None:
             return int(elsewhere)
-        command = self.folder.text("command")
         if command is not None:
             env = self.ray_env()
             env.update(driver_environment(env, self._head))
             if not self.settings.driver_gpus:
                 env["CUDA_VISIBLE_DEVICES"] = ""  # Ray gives GPUs to tasks; NeMo-Run: `--gpus=0`
             cwd = self.folder.text("workdir") or None
-            argv = ["bash", "-c", command]
-            self._driver = self.commands.start("driver", argv, self.settings.log("job"), env, cwd)
+            log = self.settings.log("job")
+            self._driver = self.start(["bash", "-c", command], log, env, cwd)
         return None
+
+
+def decide(settings: Settings, view: ClusterView) -> Tuple[str, str]:
+    """What the cluster waits for, and why it has failed; both are empty while it can be used."""
+    why = _failure(settings, view)
+    waiting = "" if why or view.was_ready else _missing(settings, view)
+    if not waiting:
+        return "", why
+    absent = [settings.host_of(rank) for rank in range(settings.nodes) if rank not in view.reports]
+    if view.elapsed_s >= settings.share_limit_s and _too_few(settings, absent):
+        more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
+        return "", (
+            f"{', '.join(absent[:_LISTED])}{more} has not written into {settings.run} within "
+            f"{settings.share_limit_s:g} s, which node {settings.host} sees. Either that folder is "
+            "not on a file system that all nodes share, or the step has not begun there"
+        )
+    if view.elapsed_s >= settings.start_limit_s:
+        return "", (
+            f"the cluster was not ready within {settings.start_limit_s:g} s, which "
+            f"RAY_HEAD_START_TIMEOUT allows: {waiting}"
+        )
+    return waiting, ""
+
+
+def _failure(settings: Settings, view: ClusterView) -> str:
+    """The reason why the cluster cannot continue; empty while it can."""
+    failed = {rank for rank, report in view.reports.items() if report.failed}
+    is_needed = settings.fail_fast
+    if not view.was_ready:  # only if too few workers remain
+        lost = (failed | view.dead) - {0}
+        is_needed = settings.nodes - 1 - len(lost) < settings.min_workers
+    for rank in sorted(failed):
+        if rank == 0 or is_needed:
+            return f"node {view.reports[rank].host} (rank {rank}): {view.reports[rank].failed}"
+    if not is_needed:
+        return ""
+    for rank in sorted(view.dead):
+        return (
+            f"node {settings.host_of(rank)} (rank {rank}) shows no life: its program writes "
+            f"nothing into {settings.run} any more. It has lost its power, its network or its file "
+            "system"
+        )
+    for rank, count in sorted(view.missed.items()):
+        if count >= LOST_AFTER and rank in view.reports:
+            lost_node = view.reports[rank]
+            return (
+                f"node {lost_node.host} (rank {rank}) was lost: Ray does not count "
+                f"{lost_node.address} as alive any more. Its log: {lost_node.log}"
+            )
+    return ""
+
+
+def _missing(settings: Settings, view: ClusterView) -> str:
+    """A phrase for what the cluster lacks to be ready; empty if nothing is missing."""
+    if not view.address:
+        return f"the head {settings.host} waits for workers that reach it"
+    details = _details(view.reports.get(0) or NodeReport(settings.host, log=settings.node_log))
+    if not view.gcs_listens:
+        return f"Ray's GCS on {settings.host} does not listen yet{details}"
+    if view.alive is None:
+        return f"Ray's dashboard on {settings.host} does not answer yet{details}"
+    if view.address not in view.alive:
+        return f"Ray on {settings.host} (the head) is not registered yet{details}"
+    late = []
+    for rank in range(1, settings.nodes):
+        report = view.reports.get(rank)
+        if report is None:
+            late.append(f"{settings.host_of(rank)}, which has not begun")
+        elif report.address not in view.alive:
+            late.append(report.host + _details(report))
+    if _too_few(settings, late):
+        return f"workers that have not joined: {'; '.join(late[:_LISTED])}"
+    slow = [
+        f"{sidecar.name} on {report.host} (log: {settings.sidecar_log(sidecar, rank, report.host)})"
+        for rank, report in sorted(view.reports.items())
+        for sidecar in settings.sidecars
+        if (rank == 0 or sidecar.everywhere) and sidecar.name not in report.ready
+        # A node that the cluster may be ready without is not waited for.
+        if rank == 0 or (report.address in view.alive and rank not in view.dead)
+    ]
+    return f"sidecars that are not ready: {'; '.join(slow[:_LISTED])}" if slow else ""
+
+
+def _too_few(settings: Settings, lacking: List[str]) -> bool:
+    return settings.nodes - 1 - len(lacking) < settings.min_workers
+
+
+def _details(report: NodeReport) -> str:
+    """More about a node whose Ray is not up."""
+    if report.retried:
+        return f", where Ray itself has given up: {report.retried}"
+    return f" (log: {report.log})" if report.log else ""

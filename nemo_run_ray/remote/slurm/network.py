@@ -62,21 +62,18 @@ def head_addresses(host: str, interface: str) -> List[str]:
         WrongSetting: there is no such interface, or none at all.
     """
     own = addresses_by_interface()
+    if not own or interface not in ("", *own):
+        raise WrongSetting(
+            f"node {host} lacks the network interface {interface!r} of NEMO_RUN_RAY_INTERFACE, or "
+            f"an IPv4 address; it has {own or 'none'}"
+        )
     if interface:
-        if interface not in own:
-            raise WrongSetting(
-                f"NEMO_RUN_RAY_INTERFACE is {interface!r}; node {host} has "
-                f"{', '.join(f'{name} ({address})' for name, address in own.items()) or 'none'}"
-            )
         return [own[interface]]
     resolved: List[str] = []
     with suppress(OSError):  # the name is unknown here
         rows = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-        resolved = [str(row[4][0]) for row in rows]
-    if not own:
-        raise WrongSetting(f"node {host} has no network interface with an IPv4 address")
-    first = [address for address in resolved if address in own.values()]
-    return list(dict.fromkeys([*first, *own.values()]))
+        resolved = [str(row[4][0]) for row in rows if row[4][0] in own.values()]
+    return list(dict.fromkeys([*resolved, *own.values()]))
 
 
 def way_to(address: str) -> str:
@@ -96,10 +93,6 @@ def reachable(addresses: Iterable[str], port: int) -> List[str]:
     return reached
 
 
-def listening(address: str, port: int) -> bool:
-    return bool(reachable([address], port))
-
-
 class Ports:
     """The ports of one node's Ray, which no other cluster of this program takes.
 
@@ -116,7 +109,7 @@ class Ports:
     def __init__(self, wanted: Mapping[str, int], is_head: bool, salt: int) -> None:
         self._wanted = wanted
         self._names = [*(HEAD_PORTS if is_head else ()), *NODE_PORTS]
-        self.salt = salt
+        self._salt = salt
         self._claims: List[socket.socket] = []
 
     def close(self) -> None:
@@ -132,10 +125,11 @@ class Ports:
             WrongSetting: one that the user has set is taken, or no block of ports is free.
         """
         self.close()
+        wanted = {name: port for name, port in self._wanted.items() if name in self._names}
         taken = [
             f"{name}={port}"
-            for name, port in self._wanted.items()
-            if name in self._names and not name.endswith("WORKER_PORT") and not _is_free(port)
+            for name, port in wanted.items()
+            if not name.endswith("WORKER_PORT") and not _is_free(port)
         ]
         if taken:
             raise WrongSetting(
@@ -143,19 +137,15 @@ class Ports:
                 "leave the variable out: then a free one is used"
             )
         first, ports = self.claim_block()
+        low, high = first + _SERVICES, first + _BLOCK - 1
+        if "MIN_WORKER_PORT" in wanted:
+            high = min(wanted["MIN_WORKER_PORT"] + _WORKERS, 65535)
+        elif "MAX_WORKER_PORT" in wanted:
+            low = max(wanted["MAX_WORKER_PORT"] - _WORKERS, 1)
+        chosen = {"MIN_WORKER_PORT": low, "MAX_WORKER_PORT": high, **wanted}
         free = iter(ports)
-        chosen = {}
         for name in self._names:
-            if name in self._wanted:
-                chosen[name] = self._wanted[name]
-            elif name == "MIN_WORKER_PORT":
-                end = self._wanted.get("MAX_WORKER_PORT")
-                chosen[name] = first + _SERVICES if end is None else max(end - _WORKERS, 1)
-            elif name == "MAX_WORKER_PORT":
-                start = self._wanted.get("MIN_WORKER_PORT")
-                end = first + _BLOCK - 1 if start is None else start + _WORKERS
-                chosen[name] = min(end, 65535)
-            else:
+            if name not in chosen:
                 chosen[name] = self._expected(name, first) or next(free)
         return chosen
 
@@ -176,7 +166,7 @@ class Ports:
         blocks = (end - start) // _BLOCK
         for is_claimed in (True, False):
             for number in range(blocks):
-                first = start + (self.salt + number) % blocks * _BLOCK
+                first = start + (self._salt + number) % blocks * _BLOCK
                 if is_claimed and not self._claim(f"block/{first}"):
                     continue
                 free = [port for port in range(first, first + _SERVICES) if _is_free(port)]
@@ -201,14 +191,9 @@ class Ports:
 
 def _range() -> Tuple[int, int]:
     """The first port that may be taken, and the first one behind them."""
-    end = _END
-    with suppress(OSError, ValueError), open(_RANGE, encoding="ascii") as file:
+    with open(_RANGE, encoding="ascii") as file:
         end = min(int(file.read().split()[0]), _END)
-    if end - _FIRST >= _BLOCKS_MIN * _BLOCK:
-        return _FIRST, end
-    if end - _FIRST_OF_FEW >= _BLOCK:
-        return _FIRST_OF_FEW, end
-    return _FIRST, _END  # the kernel gives nearly all away: any free port must do
+    return (_FIRST if end - _FIRST >= _BLOCKS_MIN * _BLOCK else _FIRST_OF_FEW), end
 
 
 def _is_free(port: int) -> bool:
@@ -227,14 +212,13 @@ class AddressDiscovery:
     Args:
         addresses: of the head, the likeliest first.
         workers: their number.
-        ports: gives it a port, which is free again after ``close``.
+        ports: gives it a port until Ray's are chosen.
     """
 
     def __init__(self, addresses: List[str], workers: int, ports: Ports) -> None:
         self.addresses = addresses
         self._workers = workers
-        self._ports = ports
-        self._first_report_at: Optional[float] = None
+        self._late_at = float("inf")
         self._server: Optional[socket.socket] = None
         #: Takes the connections; 0 if there is only one candidate.
         self.port = 0
@@ -242,12 +226,6 @@ class AddressDiscovery:
             self.port = ports.claim_block()[1][0]
             self._server = socket.create_server(("", self.port), backlog=4096)
             self._server.setblocking(False)
-
-    def close(self) -> None:
-        """Take no more connections."""
-        if self._server is not None:
-            self._server.close()
-        self._ports.close()
 
     def choose(self, reports: Mapping[int, NodeReport]) -> Optional[str]:
         """The first address that every worker reaches; ``None`` until enough have reported.
@@ -260,18 +238,17 @@ class AddressDiscovery:
         with suppress(OSError):  # the kernel holds only a few hundred connections that wait
             while True:
                 self._server.accept()[0].close()
-        tried = [row for rank, row in sorted(reports.items()) if rank and row.reached is not None]
-        if not tried:
+        reached = {row.host: row.reached for row in reports.values() if row.reached is not None}
+        if not reached:
             return None
-        if self._first_report_at is None:
-            self._first_report_at = time.monotonic()
-        if len(tried) < self._workers and time.monotonic() - self._first_report_at < _LATE_S:
+        self._late_at = min(self._late_at, time.monotonic() + _LATE_S)
+        if len(reached) < self._workers and time.monotonic() < self._late_at:
             return None
-        self.close()
+        self._server.close()
         for address in self.addresses:
-            if all(address in (node.reached or ()) for node in tried):
+            if all(address in own for own in reached.values()):
                 return address
-        rows = [f"{node.host} reaches {', '.join(node.reached or ()) or 'none'}" for node in tried]
+        rows = [f"{host} reaches {', '.join(own) or 'none'}" for host, own in reached.items()]
         raise WrongSetting(
             f"the workers do not all reach one of its addresses, {', '.join(self.addresses)}: "
             f"{'; '.join(rows[:_LISTED])}. Name the network with NEMO_RUN_RAY_INTERFACE"

@@ -9,30 +9,28 @@ import os
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Any, Dict, List, Mapping, Optional, Set
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
 
 from ..dashboard import DASHBOARD, EMBEDDED
-from ..files import ENDS_AT, LASTS_S, RENEWS, own_folder
+from ..files import ENDS_AT, LASTS_S, RENEWS, own_folder, write_file
 from ..node.output import say
-from ..node.supervise import Runner, describe_exit, explain_start
+from ..node.supervise import TAG, Child, Runner, Supervisor
 from .folder import (
-    ADDRESSES,
     BEAT_S,
     CLUSTER_FAILED,
-    HEAD,
     JOB_LOGS,
     READY,
     HeadAddress,
-    HeadAddresses,
-    Heartbeats,
     NodeReport,
     RunEnd,
     RunFolder,
     keep_job_logs,
 )
 from .network import Ports, reachable, way_to
-from .processes import Command, Commands, Sidecars, tail
-from .settings import NODE_PORTS, Settings, WrongSetting
+from .settings import NODE_PORTS, SANDBOX, Settings, WrongSetting
+
+if TYPE_CHECKING:
+    from ..node.probe import Probing  # most nodes do without it
 
 #: Seconds of one turn of the loop.
 TURN_S = 0.25
@@ -74,13 +72,24 @@ _FOREIGN = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD
 _FOREIGN |= {EMBEDDED, ENDS_AT, LASTS_S, RENEWS}
 #: Prefixes of PMI's variables, and Slurm's variables of a step: counts, ranks and lists of nodes.
 _PMI = ("PMI_", "PMI2_", "PMIX_", "SLURM_PMI", "SLURM_PMIX")
-_COUNTS = {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_TASKS_PER_NODE"}
-_COUNTS |= {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"}
+_COUNTS = ["SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_TASKS_PER_NODE"]
+_COUNTS += ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"]
 _RANKS = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 #: Prefixes of variables by which an MPI in one of Ray's workers takes it for a rank of the step,
 #: and the variables among them that only name Slurm's cluster.
 _OF_STEP = ("SLURM_", "OMPI_", "MPI_", "PMI_", "PMI2_", "PMIX_")
 _OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS"}
+#: The part at the end of a log in which its last lines are looked for.
+_TAIL_BYTES, _TAIL_LINES = 8192, 12
+
+
+class _Sidecar(NamedTuple):
+    """A sidecar that was started."""
+
+    name: str
+    child: Child
+    log: str
+    probing: Optional[Probing]
 
 
 class NodeProgram(ABC):
@@ -89,31 +98,32 @@ class NodeProgram(ABC):
     Args:
         settings: of this node.
         folder: that all nodes share.
-        commands: starts and ends processes here.
+        tag: for the environment of everything that is started.
         env: of the job.
     """
 
     def __init__(
-        self, settings: Settings, folder: RunFolder, commands: Commands, env: Mapping[str, str]
+        self, settings: Settings, folder: RunFolder, tag: str, env: Mapping[str, str]
     ) -> None:
         self.settings = settings
         self.folder = folder
-        self.commands = commands
         self.env = env
+        self.children = Supervisor()
         self.report = NodeReport(host=settings.host, log=settings.node_log)
+        self._tag = tag
         self._published: Optional[NodeReport] = None
         number = settings.job.partition(".")[0]
-        salt = int(number) if number.isdigit() else 0
-        self.ports = Ports(settings.ports, settings.is_head, salt)
-        self.ray: Optional[Command] = None
-        self.sidecars = Sidecars(settings, commands)
+        self.ports = Ports(settings.ports, settings.is_head, int(number))
+        self.ray: Optional[Child] = None
         #: The nodes among the ``watched`` that show no life.
         self.dead: Set[int] = set()
         self.starts = 0
+        self.began = time.monotonic()
         self._restart_at: Optional[float] = None
         self._temp_lock: Optional[int] = None  # held as long as this process lives
-        self._heartbeats = Heartbeats()
-        self._beside: List[Command] = []  # continue when Ray is started again
+        self._sidecars: List[_Sidecar] = []
+        self._copies: List[Child] = []
+        self._logs: Set[str] = set()
         self.leaves_at = float("inf")
         self._beaten_at = self._end_looked_at = float("-inf")
 
@@ -153,31 +163,40 @@ class NodeProgram(ABC):
     def leave(self, end: RunEnd) -> int:
         """End all processes of this node, and report it; the exit code of its task."""
         self.leaves_at = time.monotonic() + _LEAVE_S
-        self.commands.stop(GRACE_S)
+        self.children.stop(GRACE_S)
         if self.settings.allocation:
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
-        if self.settings.log_sync_s is not None:
-            with suppress(OSError):
-                left_s = max(self.leaves_at - time.monotonic(), 1.0)
-                copy, deadline = self._copy_logs(""), time.monotonic() + min(left_s, _COPY_S)
-                while copy.exit_code is None and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                    self.commands.reap()
-        if not self.env.get("RAY_TEMP_DIR"):
+        if self._copies:
+            left_s = max(self.leaves_at - time.monotonic(), 1.0)
+            deadline = time.monotonic() + min(left_s, _COPY_S)
+            copy = self._copy_logs("")
+            while copy.code is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+                self.children.reap()
+        if self._temp_lock is not None:
             import shutil  # no node needs it to start
 
             shutil.rmtree(os.path.dirname(self.settings.temp_dir), ignore_errors=True)
         self.publish(left=True)
         return 0
 
-    def _copy_logs(self, pause_s: object) -> Command:
+    def start(
+        self, argv: Sequence[str], log: str, env: Mapping[str, str], cwd: Optional[str] = None
+    ) -> Child:
+        """Start a command. Its log may be that of another job, so the first one truncates it."""
+        mode = "ab" if log in self._logs else "wb"
+        self._logs.add(log)
+        with open(log, mode) as output:
+            return self.children.start(argv, {**env, TAG: self._tag}, cwd, output)
+
+    def _copy_logs(self, pause_s: object) -> Child:
         argv = ["sh", "-c", _COPY, "copy", self.settings.temp_dir, self.settings.ray_logs]
-        argv.append(str(pause_s))
-        return self.commands.start("log copies", argv, os.devnull, os.environ)
+        return self.start([*argv, str(pause_s)], os.devnull, os.environ)
 
     def end_ray(self) -> None:
         """End Ray on this node, before it is started again."""
-        self.commands.stop(GRACE_S, keep=self._beside)
+        beside = [*self._copies, *(sidecar.child for sidecar in self._sidecars)]
+        self.children.stop(GRACE_S, keep=beside)
 
     def publish(self, **fields: Any) -> None:
         """Change this node's report; if it cannot be written now, a later turn writes it."""
@@ -199,75 +218,78 @@ class NodeProgram(ABC):
         """Start Ray on this node.
 
         Raises:
-            WrongSetting: there is no Ray, or no port for it.
+            WrongSetting: there is no port for it.
         """
         self.starts += 1
         self._restart_at = None
         argv, env = self.ray_start_argv(), self.ray_env()
         argv = with_pre_start(argv, self.settings.pre_start, env)
-        try:
-            self.ray = self.commands.start("ray start", argv, self.settings.node_log, env)
-        except FileNotFoundError as error:
-            raise WrongSetting(explain_start(argv, env, os.getcwd(), error)[1]) from error
+        self.ray = self.start(argv, self.settings.node_log, env)
 
-    def watch_ray(self) -> Optional[str]:
-        """The reason why Ray is over on this node; ``None`` while it runs or is started again."""
-        if self.ray is None or self.ray.exit_code is None or self.folder.end() is not None:
-            return None  # once the run is over, Ray has a reason to end
-        how, log = describe_exit(self.ray.exit_code), self.settings.node_log
-        if not self.folder.exists(READY) and self.ray.exit_code != _NOT_FOUND:
-            self._retry(how)
-            return None
-        if self.ray.exit_code == _NOT_FOUND:
-            how = f"{how}: there is no program 'ray', or none that a command before it needs"
-        return f"Ray has ended: {how}. Its log, {log}, ends with:{tail(log)}"
-
-    def _retry(self, how: str) -> None:
-        """Start Ray again after a pause.
+    def watch_ray(self) -> str:
+        """The reason why Ray is over on this node; empty while it runs or is started again.
 
         On a busy machine `ray start` gives its own processes up after 15 to 30 s, as often as it is
         tried. So no number of tries ends it, but the time in which the cluster must be ready.
         """
+        # Once the run is over, Ray has a reason to end.
+        if self.ray is None or self.ray.code is None or self.folder.end() is not None:
+            return ""
+        log = self.settings.node_log
+        how = f"has ended: {self.ray.ending}. Its log, {log}, ends with:{_tail(log)}"
+        if self.ray.code == _NOT_FOUND:
+            return f"there is no program 'ray', or none that a command before it needs. Ray {how}"
+        if self.folder.text(READY) is not None:
+            return f"Ray {how}"
         if self._restart_at is None:
-            self.say(f"`ray start` has ended: {how}. It is started again.")
-            log = self.settings.node_log
-            ends = f"try {self.starts} of `ray start` has ended: {how}. Its log, {log}, ends with:"
-            self.publish(retried=ends + tail(log))
+            self.say(f"`ray start` has ended: {self.ray.ending}. It is started again.")
+            self.publish(retried=f"try {self.starts} of `ray start` {how}")
             self.end_ray()
             self._restart_at = time.monotonic() + _RETRY_S
         elif time.monotonic() >= self._restart_at:
             self.start_ray()
+        return ""
 
     def _begin(self) -> Optional[RunEnd]:
         """Start what comes before Ray; the end if this node cannot take part."""
-        if not await_shared(self.settings, self.folder):
+        if not self._sees_script():
             return self.failed(
                 f"the folder {self.settings.run} is not shared: this node has not seen within "
                 f"{self.settings.share_limit_s:g} s what the job's script has written there"
             )
-        remove_stale(self.settings.job)
-        if not self.env.get("RAY_TEMP_DIR"):
-            self._temp_lock = make_private(os.path.dirname(self.settings.temp_dir))
-        os.makedirs(self.settings.temp_dir, exist_ok=True)
+        self.folder.prepare()
+        os.makedirs(self.settings.logs, exist_ok=True)
         self.folder.beat()
+        if not self.settings.is_sidecar_step:
+            if not self.env.get("RAY_TEMP_DIR"):
+                self._temp_lock = make_private(os.path.dirname(self.settings.temp_dir))
+            os.makedirs(self.settings.temp_dir, exist_ok=True)
+            if self.settings.log_sync_s is not None:
+                self._copies.append(self._copy_logs(self.settings.log_sync_s))
         self.announce()
-        self.sidecars.start(self.ray_env())
-        self._beside = self.sidecars.running
-        if self.settings.log_sync_s is not None:
-            self._beside.append(self._copy_logs(self.settings.log_sync_s))
+        self._start_sidecars()
         return None
+
+    def _sees_script(self) -> bool:
+        """Wait until this node sees the file of the job's script; whether it does in time."""
+        deadline = time.monotonic() + self.settings.share_limit_s
+        while self.folder.text("job") is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(TURN_S)
+        return True
 
     def _loop(self, runner: Runner) -> RunEnd:
         while True:
             order = runner.order()
             if order is not None:
                 return self._cancelled(order)
-            self._beat()
-            self.commands.reap()
-            why = self.sidecars.step()
-            if why is not None:
+            self.beat()
+            self.children.reap()
+            why = self._watch_sidecars()
+            if why:
                 return self.failed(why)
-            self.publish(ready=self.sidecars.ready)
+            self.publish()
             end = self._published_end() or self.step()
             if end is not None:
                 return end
@@ -288,45 +310,81 @@ class NodeProgram(ABC):
         self._end_looked_at = time.monotonic()
         return self.folder.end()
 
-    def _beat(self) -> None:
-        if time.monotonic() - self._beaten_at < BEAT_S:
-            return
-        self._beaten_at = time.monotonic()
-        with suppress(OSError):  # the others notice if it fails for long
-            self.folder.beat()
-        watched = self.watched()
-        self.dead = self._heartbeats.round(self.folder.beats(watched), watched)
+    def beat(self) -> None:
+        """Show that this node lives, and look at those that it depends on, after a pause."""
+        if time.monotonic() - self._beaten_at >= BEAT_S:
+            self._beaten_at = time.monotonic()
+            with suppress(OSError):  # the others notice if it fails for long
+                self.folder.beat()
+            self.dead = self.folder.silent(self.watched())
+
+    def _start_sidecars(self) -> None:
+        for sidecar in self.settings.sidecars:
+            if sidecar.is_separate != self.settings.is_sidecar_step:
+                continue
+            log = self.settings.sidecar_log(sidecar, self.settings.rank, self.settings.host)
+            env = {**self.ray_env(), **sidecar.env}
+            child, probing = self.start(["bash", "-c", sidecar.command], log, env), None
+            if sidecar.probe is not None:
+                from ..node.probe import Probing
+
+                probing = Probing(sidecar.probe, "127.0.0.1", {}, {**env, TAG: self._tag})
+            self._sidecars.append(_Sidecar(sidecar.name, child, log, probing))
+
+    def _watch_sidecars(self) -> str:
+        """Ask the probes; the reason if a sidecar has died or never becomes ready."""
+        for name, child, log, probing in self._sidecars:
+            why: Optional[str] = None
+            if child.code is not None:
+                when = "" if name in self.report.ready else " before it was ready"
+                why = f"has ended{when}: {child.ending}"
+            elif name not in self.report.ready:
+                answer = probing.step() if probing is not None else ""
+                if answer == "":
+                    self._sidecar_is_ready(name)
+                elif answer is not None:
+                    why = f"is {answer}"
+            if why is not None:
+                return f"the sidecar {name} {why}. Its log, {log}, ends with:{_tail(log)}"
+        return ""
+
+    def _sidecar_is_ready(self, name: str) -> None:
+        self.publish(ready=(*self.report.ready, name))
+        folder = self.settings.sandbox_ports
+        if name == SANDBOX and folder:
+            with suppress(OSError):  # for others to read; we have our own file
+                write_file(os.path.join(folder, f"SANDBOX_READY_{self.settings.host}"), "")
 
 
 class Worker(NodeProgram):
-    """A node that is not the head: it joins the head's Ray, and stays while the head lives."""
+    """A node that is not the head: it joins the head's Ray, and stays while the head lives.
+
+    In the step for sidecars it only runs those.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._head: Optional[HeadAddress] = None
         self._address = ""
         self._was_ready = False
-        self._began = time.monotonic()
         self._looked_at = float("-inf")
 
     def announce(self) -> None:
         self.publish()
 
     def step(self) -> Optional[RunEnd]:
+        if self.settings.is_sidecar_step:
+            return None
         if 0 in self.dead:
             why = f"the head's program writes nothing into {self.settings.run} any more"
             self.say(f"{why}; this node ends its processes.")
             return RunEnd(CLUSTER_FAILED, why)
         if self._head is None:
-            self._join()
-            late = time.monotonic() - self._began >= self.settings.start_limit_s
-            # A head that has begun gives the start up itself, and knows why.
-            if self._head is None and late and self.folder.report_of(0) is None:
-                return self.failed(f"no head was there within {self.settings.start_limit_s:g} s")
+            self._join(self.folder.report_of(0))
             return None
         self._follow()
-        why_over = self.watch_ray()
-        return None if why_over is None else self.failed(why_over)
+        why = self.watch_ray()
+        return self.failed(why) if why else None
 
     def ray_start_argv(self) -> List[str]:
         assert self._head is not None
@@ -350,15 +408,18 @@ class Worker(NodeProgram):
     def watched(self) -> Set[int]:
         return {0}
 
-    def _join(self) -> None:
-        if self.report.reached is None:
-            head = self.folder.read(ADDRESSES, HeadAddresses)
-            if head is not None and head.port:
-                reached = reachable(head.addresses, head.port)
-                if reached or time.monotonic() - self._began >= _DISCOVERY_S:
-                    self.publish(reached=tuple(reached))
-        self._head = self.folder.read(HEAD, HeadAddress)
-        if self._head is not None:
+    def _join(self, head: Optional[NodeReport]) -> None:
+        elapsed_s = time.monotonic() - self.began
+        if head is None:  # one that has begun gives the start up itself, and knows why
+            if elapsed_s >= self.settings.start_limit_s:
+                raise WrongSetting(f"no head was there within {self.settings.start_limit_s:g} s")
+            return
+        if self.report.reached is None and head.test_port:
+            reached = reachable(head.candidates, head.test_port)
+            if reached or elapsed_s >= _DISCOVERY_S:
+                self.publish(reached=reached)
+        if head.ray:
+            self._head = HeadAddress(*head.ray)
             self._address = way_to(self._head.address)
             self.publish(address=self._address)
             self.start_ray()
@@ -371,66 +432,13 @@ class Worker(NodeProgram):
         if time.monotonic() - self._looked_at < LOOK_S or self._was_ready:
             return
         self._looked_at = time.monotonic()
-        self._was_ready = self.folder.exists(READY)
-        head = self.folder.read(HEAD, HeadAddress)
-        if head is not None and head != self._head:
+        self._was_ready = self.folder.text(READY) is not None
+        head = self.folder.report_of(0)
+        if head is not None and head.ray and HeadAddress(*head.ray) != self._head:
             self.say("The head has started Ray again, and so does this node.")
-            self._head = head
+            self._head = HeadAddress(*head.ray)
             self.end_ray()
             self.start_ray()
-
-
-def run_sidecar_step(
-    runner: Runner,
-    settings: Settings,
-    folder: RunFolder,
-    commands: Commands,
-    env: Mapping[str, str],
-) -> int:
-    """Run sidecars in a container of their own, in a step beside the one with Ray, to its end.
-
-    Reports tell the head whether they are ready, and that one has died. This step sees no other
-    files of the run: code that is not trusted may run in its container.
-
-    Returns:
-        The exit code of this node's task.
-    """
-    report = NodeReport(host=settings.host)
-    try:
-        if not await_shared(settings, folder):
-            say(f"{settings.host}: the folder {settings.run} is not shared with the sidecars' step")
-            return 0  # the head gives up what is never ready
-        sidecars = Sidecars(settings, commands)
-        sidecars.start(env)
-        while not report.failed:
-            commands.reap()
-            why = sidecars.step() or ""
-            if runner.order() is not None:
-                why = "the step with the sidecars was asked to end"
-            now = NodeReport(host=settings.host, ready=sidecars.ready, failed=why)
-            if now != report:
-                report = now
-                folder.publish_report(report)
-            time.sleep(TURN_S)
-    except OSError as error:
-        say(f"{settings.host}: the sidecars' step has failed: {error}")
-        with suppress(OSError):
-            folder.publish_report(NodeReport(host=settings.host, failed=str(error)))
-    finally:
-        commands.stop(GRACE_S)
-    return 0
-
-
-def await_shared(settings: Settings, folder: RunFolder) -> bool:
-    """Wait until this node sees the file of the job's script; whether it does in time."""
-    deadline = time.monotonic() + settings.share_limit_s
-    while folder.text("job") is None:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(TURN_S)
-    folder.prepare()
-    os.makedirs(settings.logs, exist_ok=True)
-    return True
 
 
 def temp_dir_of(job: str) -> str:
@@ -438,15 +446,11 @@ def temp_dir_of(job: str) -> str:
 
     It lies in a folder of this user alone: Ray lets everybody write into its own.
     """
-    return os.path.join(own_folder(_private_of(job)), "r")
-
-
-def _private_of(job: str) -> str:
-    return os.path.join(_TEMP_ROOT, f"nrr-{os.getuid()}-{job}")
+    return os.path.join(own_folder(os.path.join(_TEMP_ROOT, f"nrr-{os.getuid()}-{job}")), "r")
 
 
 def make_private(path: str) -> int:
-    """Make a folder; its name can be guessed, so it may exist already.
+    """Make a folder, and remove those of this user's runs that were killed here.
 
     Returns:
         A descriptor that holds the folder for this process, also when it is killed. Nodes that
@@ -455,42 +459,32 @@ def make_private(path: str) -> int:
     Raises:
         WrongSetting: it is another user's.
     """
+    import shutil  # the first files of the other nodes are there by now
+
+    def opened(path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+    for name in os.listdir(_TEMP_ROOT):
+        if name.startswith(f"nrr-{os.getuid()}-"):
+            with suppress(OSError):  # its program lives, or another one has just removed it
+                folder = opened(os.path.join(_TEMP_ROOT, name))
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(os.path.join(_TEMP_ROOT, name), ignore_errors=True)
+                finally:
+                    os.close(folder)
     while True:
         os.makedirs(path, mode=0o700, exist_ok=True)
-        if os.path.islink(path) or os.lstat(path).st_uid != os.getuid():
+        if os.lstat(path).st_uid != os.getuid():
             raise WrongSetting(
                 f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
             )
         with suppress(FileNotFoundError):  # another program has just removed it
-            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            held = opened(path)
             fcntl.flock(held, fcntl.LOCK_SH)
             if os.path.samestat(os.fstat(held), os.lstat(path)):
                 return held
             os.close(held)
-
-
-def remove_stale(job: str) -> None:
-    """Remove the folders of this user's runs that were killed here, and of this job's starts."""
-    number, _, restart = job.rpartition(".")
-    own, start = f"nrr-{os.getuid()}-", os.path.basename(_private_of(f"{number}."))
-    for name in os.listdir(_TEMP_ROOT):
-        other = name[len(start) :]
-        is_earlier = name.startswith(start) and other.isdigit() and int(other) < int(restart)
-        if name.startswith(own):
-            with suppress(OSError):  # it is held, or was removed meanwhile
-                _remove_free(os.path.join(_TEMP_ROOT, name), is_earlier)
-
-
-def _remove_free(path: str, is_earlier: bool) -> None:
-    import shutil  # no node needs it to start
-
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if not is_earlier:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(folder)
 
 
 def node_options(settings: Settings, ports: Mapping[str, int]) -> List[str]:
@@ -512,12 +506,8 @@ def with_pre_start(argv: List[str], pre_start: str, env: Mapping[str, str]) -> L
 
     The variables of the step in ``env`` are unset for it: Ray's workers would have them for ever.
     """
-    step = [
-        name
-        for name in sorted(env)
-        if name.startswith(_OF_STEP) and name not in _OF_SLURM and name.isidentifier()
-    ]
-    unset = f"unset {' '.join(step)}"
+    step = [name for name in env if name.startswith(_OF_STEP) and name.isidentifier()]
+    unset = f"unset {' '.join(sorted({*step} - _OF_SLURM))}"
     return ["bash", "-c", f'{pre_start}\n{unset}\nexec "$@"', "pre-start", *argv]
 
 
@@ -552,3 +542,13 @@ def driver_environment(ray_env: Mapping[str, str], head: HeadAddress) -> Dict[st
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR")
     env = {name: ray_env[name] for name in names if name in ray_env}
     return {**env, "RAY_ADDRESS": head.gcs, "RAY_API_SERVER_ADDRESS": head.dashboard}
+
+
+def _tail(path: str) -> str:
+    """The last lines of a log, each behind ``| ``; empty without a log."""
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
+        lines = file.read().decode(errors="replace").split("\n")
+        lines = [line.rstrip() for line in lines if line.strip()][-_TAIL_LINES:]
+        return "".join(f"\n    | {line}" for line in lines)
+    return ""

@@ -52,6 +52,7 @@ class SidecarSpec(NamedTuple):
     everywhere: bool = True  # on every node, or on the head's alone
     probe: Optional[ProbeSpec] = None  # decides when it is ready; None: at once
     env: Mapping[str, str] = {}  # added to the job's environment
+    is_separate: bool = False  # in a container and a step of its own
 
 
 class Settings(NamedTuple):
@@ -79,8 +80,8 @@ class Settings(NamedTuple):
     debugger: bool = False  # for ``ray start --ray-debugger-external``
     log_sync_s: Optional[float] = None  # between two copies of Ray's logs; None: no copies
     ends_at: Optional[float] = None  # when Slurm's time limit ends the job, since the epoch
-    sidecars: Tuple[SidecarSpec, ...] = ()  # that this program runs on this node
-    separate_sidecars: Tuple[SidecarSpec, ...] = ()  # that the step beside runs on this node
+    sidecars: Tuple[SidecarSpec, ...] = ()  # of this node
+    is_sidecar_step: bool = False  # this program runs the separate ones, and no Ray
     sandbox_ports: str = ""  # folder for NeMo-RL's files of readiness
     allocation: str = ""  # folder of the allocation, of a cluster that clients find by name
     idle_timeout_s: Optional[float] = None  # without a job, until the allocation ends
@@ -133,11 +134,6 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
             "the variables SLURM_PROCID, SLURM_STEP_NUM_TASKS and NEMO_RUN_RAY_RUN are not all "
             "set; this program is started by `srun` in the job's script"
         )
-    sidecars, separate = _sidecars(env), _sandbox(env)
-    if not env.get("SANDBOX_CONTAINER"):
-        sidecars, separate = [*sidecars, *separate], []
-    if env.get(SIDECAR_STEP):
-        sidecars, separate = separate, []
     workers = nodes - 1
     min_workers = _number(env, "NEMO_RUN_RAY_MIN_WORKERS", workers)
     ports = {name: _port(env, name) for name in (*HEAD_PORTS, *NODE_PORTS)}
@@ -164,8 +160,8 @@ def read(env: Mapping[str, str], temp_dir: str) -> Settings:
         debugger=env.get("RAY_DEBUG") == "legacy",
         log_sync_s=_number(env, "RAY_LOG_SYNC_FREQUENCY") or None,
         ends_at=_number(env, "SLURM_JOB_END_TIME"),
-        sidecars=tuple(sidecar for sidecar in sidecars if sidecar.everywhere or rank == 0),
-        separate_sidecars=tuple(separate),
+        sidecars=tuple(row for row in _sidecars(env) if row.everywhere or rank == 0),
+        is_sidecar_step=bool(env.get(SIDECAR_STEP)),
         sandbox_ports=env.get("SANDBOX_PORTS_DIR", ""),
         allocation=env.get(LIFE, ""),
         idle_timeout_s=_number(env, IDLE_TIMEOUT),
@@ -205,9 +201,10 @@ def _gpus(env: Mapping[str, str]) -> int:
 def _sidecars(env: Mapping[str, str]) -> List[SidecarSpec]:
     try:
         rows = json.loads(env.get(SIDECARS) or "[]")
-        return [SidecarSpec(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
+        sidecars = [SidecarSpec(**{**row, "probe": _probe(row.get("probe"))}) for row in rows]
     except (ValueError, TypeError) as error:
         raise WrongSetting(f"{SIDECARS} cannot be read: {error!r}") from error
+    return [*sidecars, *_sandbox(env)]
 
 
 def _probe(row: Optional[Dict[str, Any]]) -> Optional[ProbeSpec]:
@@ -232,12 +229,12 @@ def _sandbox(env: Mapping[str, str]) -> List[SidecarSpec]:
     variables: Dict[str, str] = {}
     for pair in env.get("SANDBOX_ENV_VARS", "").split(","):
         name, equals, value = pair.strip().partition("=")
-        if equals:
-            variables[name] = value
-        elif name and name in env:
-            variables[name] = env[name]
+        if equals or name in env:
+            variables[name] = value if equals else env[name]
     port = _port(env, "NEMO_SKILLS_SANDBOX_PORT") or 6000
     variables["NGINX_PORT"] = str(port)
     variables["SANDBOX_WORKER_BASE_PORT"] = env.get("SANDBOX_BASE_PORT") or "6001"
     probe = ProbeSpec(kind="port", port=port, timeout_s=600.0)
-    return [SidecarSpec(name=SANDBOX, command=command, probe=probe, env=variables)]
+    return [
+        SidecarSpec(SANDBOX, command, True, probe, variables, bool(env.get("SANDBOX_CONTAINER")))
+    ]

@@ -141,5 +141,5 @@ def test_a_worker_on_slurm_starts_without_them_and_without_what_is_the_heads():
     words = [sys.executable, "-S", "-c", program]
     package = Path(nemo_run_ray.__file__).parent
     done = subprocess.run(words, cwd=package, capture_output=True, text=True, check=True)
-    others = {"dataclasses", "remote.spec", "remote.slurm.head", "remote.slurm.decide"}
+    others = {"dataclasses", "remote.slurm.head", "remote.slurm.carry", "remote.node.probe"}
     assert others.isdisjoint(done.stdout.split())

@@ -22,7 +22,6 @@ from nemo_run_ray.remote.slurm.carry import (
     STOP,
     USERS,
     Allocation,
-    CarriedDispatches,
 )
 from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, RunEnd
 from nemo_run_ray.remote.spec import LOCK_KEY, NONCE_KEY
@@ -93,20 +92,12 @@ class World:
 
     def allocation(self, at: float = 9_000.0, **fields) -> Allocation:
         """At a time since the epoch, after it has read the table of the run before."""
-        settings = self.settings(**fields)
-        found = Allocation(settings, lambda: self.now, lambda: at + self.now)
-        found._dispatches.step(self.dashboard)
+        found = Allocation(self.settings(**fields), lambda: self.now, lambda: at + self.now)
+        found.begin()
         return found
 
-    def dispatches(self) -> CarriedDispatches:
-        return CarriedDispatches(self.settings(), lambda: self.now)
-
-    def steps(self, dispatches: CarriedDispatches, count: int = 1000) -> None:
-        """Step until it is done, at most so often, with the pause after a failure."""
-        for _ in range(count):
-            if dispatches.is_busy:
-                self.now += 5.0
-                dispatches.step(self.dashboard)
+    def posts(self) -> list[dict]:
+        return [json.loads(data) for method, _, data in self.seen if method == "POST"]
 
 
 @pytest.fixture
@@ -121,8 +112,8 @@ class TestEndWithoutUsers:
 
     @pytest.fixture
     def why_after(self, world):
+        world.table.write_text("[]")
         allocation = world.allocation(renew=False, ends_at=None, idle_timeout_s=60)
-        allocation._dispatches._waiting = []
 
         def after(seconds: float) -> str:
             world.now += seconds
@@ -135,7 +126,7 @@ class TestEndWithoutUsers:
 
     def test_it_ends_after_its_idle_timeout(self, world, why_after):
         assert why_after(6) == ""
-        assert why_after.allocation.session == "session_1"
+        assert (world.run / "session").read_text() == "session_1"
         world.rows.append({"submission_id": "one", "status": "RUNNING"})
         assert why_after(100) == ""
         world.rows[0]["status"] = "SUCCEEDED"
@@ -170,25 +161,20 @@ class TestEndWithoutUsers:
         (world.path / RELEASED).touch()
         (world.path / USERS).rmdir()
         (world.path / STOP).mkdir()
-        assert why_after(6) == ""
-        assert why_after.allocation.stop_reason() == ""
+        assert why_after(6) == why_after.allocation.stop_reason() == ""
 
-    def test_it_is_not_idle_before_its_chains_continue(self, world, why_after):
-        why_after.allocation._dispatches._waiting = None
-        world.table.unlink()
-        world.table.mkdir()
-        why_after(6)
-        assert why_after(100) == ""
+    def test_it_is_not_idle_before_its_chains_continue(self, world):
+        allocation = world.allocation(idle_timeout_s=60)
+        for _ in range(20):
+            world.refusals["/api/jobs/"] = 1
+            world.now += 6
+            assert allocation.step(world.dashboard) is None
 
     def test_a_client_stops_it_without_slurm(self, world, why_after):
         """Slurm's controller may be away when `nemo-run-ray down` asks it."""
-        stop_reason = why_after.allocation.stop_reason
-        assert stop_reason() == ""
+        assert why_after.allocation.stop_reason() == ""
         (world.path / STOP).write_text("it was ended by `nemo-run-ray down`\n")
-        assert stop_reason() == "", "the folder is not read in every turn"
-        for seconds in (5, 1):
-            world.now += seconds
-            assert stop_reason() == "it was ended by `nemo-run-ray down`"
+        assert why_after.allocation.stop_reason() == "it was ended by `nemo-run-ray down`"
 
 
 def test_the_kept_table_has_the_end_that_ray_has_lost(world):
@@ -318,61 +304,43 @@ def test_a_dispatcher_knows_when_its_allocation_ends(world):
 @pytest.mark.parametrize("is_taken", [False, True], ids=["free", "started by a client"])
 def test_its_dispatcher_is_started_once(world, is_taken):
     world.taken |= {"d@2"} if is_taken else set()
-    world.refusals.update({"/api/packages/gcs/x.zip": 1, "/api/jobs/": 1})
-    dispatches = world.dispatches()
-    world.steps(dispatches, 9)
-    assert not dispatches.is_busy
-    posts = [json.loads(data) for method, _, data in world.seen if method == "POST"]
+    world.refusals.update({"/api/packages/gcs/x.zip": 1, "/api/jobs/": 2})
+    allocation = world.allocation(ends_at=None)
+    for _ in range(9):
+        world.now += 5.0
+        allocation.step(world.dashboard)
+    posts = world.posts()
     assert [post["submission_id"] for post in posts] == ["d@2", "d@2"], "the first was refused"
     assert posts[0]["entrypoint"] == "run d@2"
-    puts = [data for method, _, data in world.seen if method == "PUT"]
-    assert puts == [b"code", b"code"], "the first was refused"
+    puts = {data for method, _, data in world.seen if method == "PUT"}
+    assert puts == {b"code"}
 
 
-def _no_start(world: World) -> None:
+def test_a_chain_that_cannot_continue_is_given_up(world, capfd):
     (world.dispatch / "start.json").unlink()
+    allocation = world.allocation(ends_at=None)
+    for _ in range(100):
+        world.now += 5.0
+        allocation.step(world.dashboard)
+    assert world.posts() == []
+    printed = capfd.readouterr().out
+    assert printed.count("The chain d cannot continue yet: ") == 1
+    assert "The chain d cannot continue, and is given up: " in printed
 
 
-def _no_table(world: World) -> None:
+def test_an_earlier_table_that_cannot_be_read_ends_the_run(world):
+    """Without it jobs would run again. The next allocation tries it again."""
     world.table.unlink()
     world.table.mkdir()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [(_no_start, "and is given up"), (_no_table, "none of them continues here")],
-)
-def test_a_chain_that_cannot_continue_is_given_up(world, capfd, spoil, message):
-    spoil(world)
-    dispatches = world.dispatches()
-    world.steps(dispatches)
-    assert not dispatches.is_busy
-    assert world.seen == []
-    printed = capfd.readouterr().out
-    assert printed.count(" yet: ") == 1
-    assert message in printed
-
-
-def test_an_earlier_table_that_cannot_be_read_is_read_later(world):
-    """Until then no table is kept: the next run would read one without the earlier rows."""
-    text = world.table.read_text()
-    _no_table(world)
-    allocation = world.allocation()
-    allocation.keep_table(world.dashboard)
-    assert not (world.run / TABLE).exists()
-    world.table.rmdir()
-    world.table.write_text(text)
-    world.steps(allocation._dispatches, 9)
-    assert not allocation._dispatches.is_busy
-    allocation.keep_table(world.dashboard)
-    assert json.loads((world.run / TABLE).read_text())[0]["submission_id"] == "a"
+    with pytest.raises(OSError, match="Is a directory"):
+        world.allocation()
 
 
 def test_code_of_chains_that_nobody_continues_is_removed(world):
-    world.dispatches().clear()
+    world.allocation()
     assert len(list(world.dispatch.iterdir())) == 3, "this run continues them"
     (world.path / "renewed").unlink()
-    world.dispatches().clear()
+    world.allocation()
     assert [path.name for path in world.dispatch.iterdir()] == ["ids"], (
         "old tables are read by them"
     )
@@ -391,10 +359,9 @@ def test_nothing_to_continue_starts_nothing(world, table, is_renewed):
     world.table.write_text(json.dumps(table))
     if not is_renewed:
         (world.path / "renewed").unlink()
-    dispatches = world.dispatches()
-    world.steps(dispatches, 3)
-    assert not dispatches.is_busy
-    assert world.seen == []
+    allocation = world.allocation(ends_at=None)
+    allocation.step(world.dashboard)
+    assert world.posts() == []
 
 
 def _row(name: str, status: str) -> dict:

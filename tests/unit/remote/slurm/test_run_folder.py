@@ -4,11 +4,9 @@ import os
 import subprocess
 
 from nemo_run_ray.remote.slurm.folder import (
-    HEAD,
     LATE_ROUNDS,
     READY,
     HeadAddress,
-    Heartbeats,
     NodeReport,
     RunEnd,
     RunFolder,
@@ -25,12 +23,12 @@ def test_what_one_node_says_the_others_read(tmp_path):
     assert head.reports() == {}
     head.prepare()
     worker.prepare()
-    report = NodeReport(host="n2", reached=("10.0.0.1",), ready=("box",))
-    worker.publish_report(report)
-    assert head.reports() == {1: report}
-    assert worker.read(HEAD, HeadAddress) is None
-    head.publish(HEAD, _HEAD)
-    assert worker.read(HEAD, HeadAddress) == _HEAD
+    worker.publish_report(NodeReport(host="n2", reached=["10.0.0.1"], left=True))
+    (report,) = head.reports().values()
+    assert (report.host, report.reached, report.left) == ("n2", ["10.0.0.1"], True)
+    assert worker.report_of(0) is None
+    head.publish_report(NodeReport(host="n1", ray=_HEAD))
+    assert HeadAddress(*worker.report_of(0).ray) == _HEAD
 
 
 def test_the_step_beside_speaks_for_its_sidecars(tmp_path):
@@ -41,19 +39,9 @@ def test_the_step_beside_speaks_for_its_sidecars(tmp_path):
     beside.publish_report(NodeReport(host="n2", ready=("box",)))
     assert folder.reports() == {}, "the node itself has not begun"
     folder.publish_report(NodeReport(host="n2", address="a", ready=("own",)))
-    assert folder.reports()[1] == NodeReport(host="n2", address="a", ready=("own", "box"))
+    assert folder.reports()[1].ready == ("own", "box")
     beside.publish_report(NodeReport(host="n2", failed="it died"))
     assert folder.reports()[1].failed == "it died"
-
-
-def test_a_file_that_is_not_whole_is_not_there_yet(tmp_path):
-    folder = RunFolder(str(tmp_path), 0)
-    folder.prepare()
-    (tmp_path / "nodes" / "2.json").write_text('{"host": "n')
-    (tmp_path / "nodes" / "2.json.77-1").write_text("{}")
-    (tmp_path / "head.json").write_text("")
-    assert folder.reports() == {}
-    assert folder.read(HEAD, HeadAddress) is None
 
 
 def test_the_first_end_holds(tmp_path):
@@ -69,7 +57,7 @@ def test_a_shell_reads_where_the_cluster_is(tmp_path):
     folder.publish_ready(
         _HEAD, {"RAY_ADDRESS": "10.0.0.1:6379", "ODD": "it's; $HOME"}, {"PORT": "6379"}
     )
-    assert folder.exists(READY)
+    assert folder.text(READY)
     script = f'. {tmp_path}/env.sh; env | grep "^RAY_ADDRESS="; echo "$ODD|$ip_head|$head_node_ip"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ)
     assert done.stdout == "RAY_ADDRESS=10.0.0.1:6379\nit's; $HOME|10.0.0.1:6379|10.0.0.1\n"
@@ -78,12 +66,11 @@ def test_a_shell_reads_where_the_cluster_is(tmp_path):
 def test_a_beat_that_does_not_grow_is_a_death_after_some_rounds(tmp_path):
     folder = RunFolder(str(tmp_path), 1)
     folder.prepare()
-    heartbeats = Heartbeats()
     for _ in range(3):
         folder.beat()
-        assert heartbeats.round(folder.beats({1, 2}), {1, 2}) == set()
+        assert folder.silent({1, 2}) == set()
     for _ in range(LATE_ROUNDS - 1):
-        assert heartbeats.round(folder.beats({1, 2}), {1, 2}) == set()
-    assert heartbeats.round(folder.beats({1, 2}), {1, 2}) == {1}
+        assert folder.silent({1, 2}) == set()
+    assert folder.silent({1, 2}) == {1}
     folder.beat()
-    assert heartbeats.round(folder.beats({1, 2}), {1, 2}) == set()
+    assert folder.silent({1, 2}) == set()

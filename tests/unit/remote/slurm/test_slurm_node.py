@@ -1,56 +1,58 @@
-"""When a node starts Ray again, with a stand-in for its processes, and Ray's folder on a node."""
+"""When a node starts Ray again, with stand-ins for its processes, and Ray's folder on a node."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings
-from nemo_run_ray.remote.slurm.folder import HEAD, HeadAddress, NodeReport, RunEnd, RunFolder
+from nemo_run_ray.remote.slurm.folder import HeadAddress, NodeReport, RunFolder
 from nemo_run_ray.remote.slurm.head import Head
-from nemo_run_ray.remote.slurm.node import Worker, make_private, remove_stale, temp_dir_of
-from nemo_run_ray.remote.slurm.processes import Command
+from nemo_run_ray.remote.slurm.node import Worker, make_private, temp_dir_of
+from tests.conftest import wait_for
 
 _HEAD = HeadAddress("127.0.0.1", 6379, 8265)
 
 
-class _Commands:
+class _Child:
+    def __init__(self, argv: list[str]) -> None:
+        self.argv = argv
+        self.code: int | None = None
+
+    @property
+    def ending(self) -> str:
+        return f"exit code {self.code}"
+
+
+class _Children:
     """Starts nothing, and ends what a test ends."""
 
     def __init__(self) -> None:
-        self.started: list[list[str]] = []
-        self.last: Command | None = None
+        self.started: list[_Child] = []
 
-    def start(self, name: str, argv: list[str], log: str, *_: Any) -> Command:
-        self.started.append(argv)
-        self.last = Command(name, 0, log)
-        return self.last
+    def start(self, argv: list[str], *_: Any) -> _Child:
+        self.started.append(_Child(argv))
+        return self.started[-1]
 
     def stop(self, *_: Any, **__: Any) -> None: ...
 
-    def reap(self) -> None: ...
-
 
 @pytest.fixture
-def commands(monkeypatch) -> _Commands:
+def begin(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
+    """The program of a node, which has announced itself to the others."""
     monkeypatch.setattr(node, "_RETRY_S", 0.0)
     monkeypatch.setattr(node, "LOOK_S", 0.0)
+    monkeypatch.setattr(node, "Supervisor", _Children)
     monkeypatch.setattr(head_module, "head_addresses", lambda *_: ["127.0.0.1"])
-    monkeypatch.setattr(head_module, "listening", lambda *_: True)
-    return _Commands()
-
-
-@pytest.fixture
-def begin(tmp_path, commands) -> Iterator[Callable[..., Any]]:
-    """The program of a node, which has announced itself to the others."""
-    found: list[Any] = []
+    monkeypatch.setattr(head_module, "reachable", lambda *_: ["127.0.0.1"])
+    programs: list[Any] = []
 
     def begin(kind: Any, rank: int, **variables: str) -> Any:
         slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURMD_NODENAME": "n"}
@@ -58,91 +60,112 @@ def begin(tmp_path, commands) -> Iterator[Callable[..., Any]]:
         read = settings.read({**slurm, **variables}, str(tmp_path / "tmp"))
         folder = RunFolder(str(tmp_path), rank)
         folder.prepare()
-        found.append(kind(read, folder, commands, {}))
-        found[-1].announce()
-        return found[-1]
+        programs.append(kind(read, folder, "tag", {}))
+        programs[-1].announce()
+        return programs[-1]
 
     yield begin
-    for one in found:
-        one.ports.close()
+    for program in programs:
+        program.ports.close()
 
 
-def _fail(one: Any, commands: _Commands) -> None:
+def _fail(program: Any) -> None:
     """Let its `ray start` end, and let it notice that and start the next one."""
-    commands.last.exit_code = 1
+    program.ray.code = 1
     for _ in range(2):
-        assert one.step() is None
+        assert program.step() is None
 
 
-def test_workers_are_told_of_a_head_that_is_registered(begin, commands):
+def _joins(program: Any, head: HeadAddress) -> None:
+    RunFolder(program.folder.path, 0).publish_report(NodeReport("n1", ray=head))
+    for _ in range(3):
+        assert program.step() is None
+
+
+def test_workers_learn_of_a_head_that_is_registered(begin):
     """`ray start` of a worker gives up where the head's raylet is not."""
     head = begin(Head, 0)
     assert head.step() is None
-    assert head.folder.read(HEAD, HeadAddress) is None, "its GCS listens, and that is all"
+    assert head.report.ray == (), "its GCS listens, and that is all"
     head.alive = frozenset({"127.0.0.1"})
     assert head.step() is None
-    told = head.folder.read(HEAD, HeadAddress)
-    _fail(head, commands)
+    first = HeadAddress(*head.folder.report_of(0).ray)
+    _fail(head)
     head.alive = frozenset({"127.0.0.1"})
     assert head.step() is None
-    assert head.folder.read(HEAD, HeadAddress) == told._replace(start=2), "the ports are the same"
+    again = HeadAddress(*head.folder.report_of(0).ray)
+    assert again == first._replace(start=2), "the ports are the same"
 
 
-def test_a_worker_joins_a_head_that_has_started_again(begin, commands):
+def test_a_worker_joins_a_head_that_has_started_again(begin):
     """Its own `ray start` waits for one that is gone."""
-    one = begin(Worker, 1)
-    one.folder.publish(HEAD, _HEAD)
-    for _ in range(3):
-        assert one.step() is None
-    assert len(commands.started) == 1
-    one.folder.publish(HEAD, _HEAD._replace(port=6380, start=2))
-    for _ in range(3):
-        assert one.step() is None
-    assert len(commands.started) == 2
-    assert "--address=127.0.0.1:6380" in commands.started[-1]
+    worker = begin(Worker, 1)
+    _joins(worker, _HEAD)
+    assert len(worker.children.started) == 1
+    _joins(worker, _HEAD._replace(port=6380, start=2))
+    assert len(worker.children.started) == 2
+    assert "--address=127.0.0.1:6380" in worker.ray.argv
 
 
-def test_no_number_of_tries_ends_a_start(begin, commands):
+def test_no_number_of_tries_ends_a_start(begin):
     """Ray gives up after 15 to 30 s, which a busy machine needs for more than one thing."""
-    one = begin(Worker, 1)
-    one.folder.publish(HEAD, _HEAD)
-    assert one.step() is None
+    worker = begin(Worker, 1)
+    _joins(worker, _HEAD)
     for _ in range(9):
-        _fail(one, commands)
-    assert len(commands.started) == 10
-    assert "try 9 of `ray start` has ended: exit code 1" in one.report.retried
-    commands.last.exit_code = 127
-    assert "there is no program 'ray'" in one.step().why
+        _fail(worker)
+    assert len(worker.children.started) == 10
+    assert "try 9 of `ray start` has ended: exit code 1" in worker.report.retried
+    worker.ray.code = 127
+    assert "there is no program 'ray'" in worker.step().why
 
 
 def test_a_head_that_has_begun_gives_the_start_up_itself(begin):
     """It can say what it has waited for; a worker cannot."""
-    one = begin(Worker, 1, RAY_HEAD_START_TIMEOUT="0")
-    assert one.step().why == "no head was there within 0 s"
-    RunFolder(one.folder.path, 0).publish_report(NodeReport("n1"))
-    assert one.step() is None
+    worker = begin(Worker, 1, RAY_HEAD_START_TIMEOUT="0")
+    with pytest.raises(settings.WrongSetting, match="no head was there within 0 s"):
+        worker.step()
+    RunFolder(worker.folder.path, 0).publish_report(NodeReport("n1"))
+    assert worker.step() is None
 
 
-def test_the_units_of_the_nodes_that_live_are_told_now(begin, tmp_path):
+def test_the_units_of_the_living_nodes_are_written_at_every_change(begin, tmp_path):
     """Before the cluster is ready, and when it has lost a node."""
     head = begin(Head, 0)
-    told = []
+    RunFolder(str(tmp_path), 1).publish_report(NodeReport("n2", address="10.0.0.1"))
+    written = []
     for alive in ({"127.0.0.1"}, {"127.0.0.1", "10.0.0.1"}, {"127.0.0.1"}):
-        RunFolder(str(tmp_path), 1).publish_report(NodeReport("n2", address="10.0.0.1"))
         head.step()
         head.alive = frozenset(alive)
         head.step()
-        told.append((tmp_path / "ray_worker_units").read_text())
-    assert told == ["1\n", "2\n", "1\n"]
+        written.append((tmp_path / "ray_worker_units").read_text())
+    assert written == ["1\n", "2\n", "1\n"]
 
 
-def test_the_last_copy_keeps_to_the_time_of_a_nodes_end(begin, monkeypatch):
-    """Slurm kills a node 30 s after it has asked it to end, and to end its processes takes some."""
-    monkeypatch.setattr(node, "_LEAVE_S", 0.0)
-    one, began = begin(Worker, 1, RAY_LOG_SYNC_FREQUENCY="9"), time.monotonic()
-    one.leave(RunEnd(0, "the driver: exit code 0"))
-    assert one.commands.last.name == "log copies"
-    assert 1.0 <= time.monotonic() - began < 5.0
+def _copy(source: Path, target: Path, pause_s: str, **env: str) -> subprocess.Popen[bytes]:
+    words = ["sh", "-c", node._COPY, "copy", str(source), str(target), pause_s]
+    return subprocess.Popen(words, env={**os.environ, **env})
+
+
+def test_a_copy_of_rays_logs_that_was_killed_is_made_again(tmp_path):
+    """Its torn file is newer than the log."""
+    source, target = tmp_path / "it's Ray's", tmp_path / "copies of $HOME"
+    log, copy = (one / "session_2026/logs/old/gcs.out" for one in (source, target))
+    log.parent.mkdir(parents=True)
+    log.write_text("one\n")
+    (tmp_path / "bin").mkdir()
+    torn = f'#!/bin/sh\nmkdir -p "{copy.parent}"; printf o > "{copy}"; kill $PPID\n'
+    (tmp_path / "bin/cp").write_text(torn.replace("$HOME", "\\$HOME"))
+    (tmp_path / "bin/cp").chmod(0o755)
+    _copy(source, target, "0.1", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}").wait(20)
+    assert copy.read_text() == "o"
+    with _copy(source, target, "0.1") as copies:
+        wait_for(lambda: copy.read_text() == "one\n")
+        log.write_text("one\ntwo\n")
+        wait_for(lambda: copy.read_text() == "one\ntwo\n")
+        copies.terminate()
+    copy.unlink()
+    assert _copy(source, target, "").wait(20) == 0
+    assert copy.exists()
 
 
 #: A program that holds its folder until it is killed.
@@ -150,7 +173,7 @@ _HOLDER = """
 import sys, time
 from nemo_run_ray.remote.slurm import node
 node._TEMP_ROOT = sys.argv[1]
-held = node.make_private(node._private_of(sys.argv[2]))
+held = node.make_private(sys.argv[1] + "/" + sys.argv[2])
 print("held", flush=True)
 time.sleep(600)
 """
@@ -167,35 +190,23 @@ def folder(root, job: str):
 
 
 def test_the_folder_of_a_run_that_was_killed_is_removed_and_no_other(root):
-    words = [sys.executable, "-c", _HOLDER, str(root), "7.0"]
+    words = [sys.executable, "-c", _HOLDER, str(root), folder(root, "7.0").name]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        remove_stale("9.0")
+        os.close(make_private(str(folder(root, "9.0"))))
         assert folder(root, "7.0").exists(), "its program lives"
         holder.kill()
         holder.wait()
-        remove_stale("9.0")
+        os.close(make_private(str(folder(root, "9.0"))))
     assert not folder(root, "7.0").exists()
-
-
-def test_earlier_starts_of_the_same_job_are_removed(root):
-    held = []
-    for job in ("9.0", "9.1", "9.2", "19.0"):
-        held.append(make_private(str(folder(root, job))))
-    remove_stale("9.1")
-    assert sorted(path.name.partition("-")[2].partition("-")[2] for path in root.iterdir()) == [
-        "19.0",
-        "9.1",
-        "9.2",
-    ]
 
 
 def test_a_folder_that_two_nodes_share_stays_until_both_have_ended(root):
     first, second = (make_private(os.path.dirname(temp_dir_of("3.0"))) for _ in range(2))
     os.close(second)
-    remove_stale("4.0")
+    os.close(make_private(str(folder(root, "4.0"))))
     assert folder(root, "3.0").exists()
     os.close(first)
-    remove_stale("4.0")
+    os.close(make_private(str(folder(root, "4.0"))))
     assert not folder(root, "3.0").exists()

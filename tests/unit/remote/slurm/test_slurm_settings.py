@@ -115,9 +115,8 @@ def test_the_sandbox_of_nemo_rl():
 def test_a_sandbox_in_a_container_is_a_step_of_its_own():
     given = {"SANDBOX_COMMAND": "/start.sh", "SANDBOX_CONTAINER": "image"}
     with_ray, beside = _read(**given), _read(**given, NEMO_RUN_RAY_SIDECAR_STEP="1")
-    assert with_ray.sidecars == beside.separate_sidecars == ()
-    assert with_ray.separate_sidecars == beside.sidecars
-    assert [one.name for one in beside.sidecars] == ["sandbox"]
+    assert (with_ray.is_sidecar_step, beside.is_sidecar_step) == (False, True)
+    assert [one.is_separate for one in with_ray.sidecars] == [True], "the head waits for it"
 
 
 def test_a_driver_is_no_rank_of_the_step():
