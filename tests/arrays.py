@@ -16,7 +16,7 @@ import nemo_run as run
 from nemo_run_ray import array
 from nemo_run_ray.experiment.job import RemoteJob
 from nemo_run_ray.plan.array import Array
-from nemo_run_ray.remote.array.elements import ENDED, read_records
+from nemo_run_ray.remote.array.elements import ENDED, Record, read_records
 from nemo_run_ray.remote.node.rundir import run_dirs
 from nemo_run_ray.remote.status import JOURNAL_FILE, file_of
 from tests import array_tasks
@@ -75,12 +75,12 @@ def check(job: RemoteJob, folder: Path, logs: Path | None, unseen: int) -> None:
     if logs is not None:
         ends = defaultdict(list)
         for one in read_records(str(logs / file_of(job.id, JOURNAL_FILE))):
-            if one.kind == ENDED:
+            if isinstance(one, Record) and one.kind == ENDED:
                 ends[one.element].append(one.code)
         assert all(0 not in codes[:-1] for codes in ends.values()), "nothing follows a success"
         assert {index for index, codes in ends.items() if codes[-1] == 0} == succeeded
     deadline = time.monotonic() + 30
-    while (left := [*processes_of(job.id), *keepers(job), *_left(job)]) and (
+    while (left := [*processes_of(job.id), *supervisors(job), *_left(job)]) and (
         time.monotonic() < deadline
     ):
         time.sleep(0.2)
@@ -92,8 +92,8 @@ def _left(job: RemoteJob) -> list[Path]:
     return list(Path(run_dirs(tempfile.gettempdir())).glob(f"{job.id}~*"))
 
 
-def keepers(job: RemoteJob) -> list[int]:
-    """The processes of this package that look after elements, and their guards."""
+def supervisors(job: RemoteJob) -> list[int]:
+    """The processes of this package that look after elements, and their watchdogs."""
     mark = f"NEMO_RUN_RAY_SUPERVISOR={job.id}/".encode()
 
     def has(pid: int, words: list[str]) -> bool:

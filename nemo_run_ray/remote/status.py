@@ -501,7 +501,7 @@ NODE_DEAD_S = 75.0
 #: An attempt's id; more digits are not of this package, and int() refuses thousands of them.
 _ATTEMPT = re.compile(r"([^@]*)(?:@([2-9]|[1-9][0-9]{1,8}))?")
 #: Kinds of files of an array in Ray's folder of logs, which all of its attempts have in common.
-JOURNAL_FILE, HOSTS_FILE, RESULTS_FILE, STATES_FILE = "journal", "hosts", "results", "states"
+JOURNAL_FILE, RESULTS_FILE, STATES_FILE = "journal", "results", "states"
 
 
 class JobExit(IntEnum):
@@ -564,7 +564,7 @@ def file_of(submission_id: str, kind: str) -> str:
 
     Args:
         submission_id: of any attempt.
-        kind: ``JOURNAL_FILE``, ``HOSTS_FILE``, ``RESULTS_FILE`` or ``STATES_FILE``.
+        kind: ``JOURNAL_FILE``, ``RESULTS_FILE`` or ``STATES_FILE``.
     """
     return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 

@@ -19,10 +19,10 @@ import pytest
 from nemo_run_ray import ExistingCluster, RayExecutor, array
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.experiment.job import RemoteJob
-from nemo_run_ray.remote.array.elements import ENDED, read_records
+from nemo_run_ray.remote.array.elements import ENDED, Record, read_records
 from nemo_run_ray.remote.node.supervise import is_watchdog
 from nemo_run_ray.remote.status import JOURNAL_FILE, file_of
-from tests.arrays import COUNT, check, ended, keepers, partials, scripts
+from tests.arrays import COUNT, check, ended, partials, scripts, supervisors
 from tests.conftest import processes_of, processes_of_home, wait_for
 from tests.flaky_proxy import CutBefore, DropAnswer, Fault, FlakyProxy
 
@@ -30,12 +30,12 @@ from tests.flaky_proxy import CutBefore, DropAnswer, Fault, FlakyProxy
 
 
 def drivers(job: RemoteJob) -> list[int]:
-    """The keeper and the runner of the array's driver."""
+    """The watchdog and the runner of the array's driver."""
     return processes_of_home(lambda _, words: "array" in words and job.id in words)
 
 
 def hosts(job: RemoteJob) -> list[int]:
-    found = keepers(job)
+    found = supervisors(job)
     return [pid for pid in found if not is_watchdog(pid)]
 
 
@@ -239,6 +239,6 @@ def test_a_hundred_thousand_elements_end_once_each(start, logs):
     assert [one.index for one in found] == list(range(count))
     assert {(one.state, one.exit_code) for one in found} == {("succeeded", 0)}
     records = read_records(str(logs / file_of(job.id, JOURNAL_FILE)))
-    ends = Counter(one.element for one in records if one.kind == ENDED)
+    ends = Counter(one.element for one in records if isinstance(one, Record) and one.kind == ENDED)
     assert set(ends.values()) == {1}
     assert len(ends) == count

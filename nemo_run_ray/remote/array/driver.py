@@ -3,6 +3,8 @@
 It holds no resources. On every node with room one host runs as many elements as the node can take;
 nodes that join get one, and what a dead host had is leased again when it is proven that nothing of
 it runs. Killed, the driver is started again and continues from its journal.
+
+``ray`` is imported late; ``_free_of`` asks it for what each node has free.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, Collection, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Set, Tuple
 
+from ..fit import Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..group.driver import connect
 from ..hosts.actors import forget_runtime_env, name
 from ..hosts.calls import Calls, Died, Pulled
@@ -19,20 +22,29 @@ from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
 from ..spec import ArraySpec
-from ..status import NODE_DEAD_S, JobExit, Reason, cause_of
+from ..status import NODE_DEAD_S, JobExit, Reason, cause_of, node_dead_s
 from .cancel_request import CancelRequests, log_folder
-from .elements import DISK_S, ElementState, Lease, Leases
-from .hosts import Host, HostPool, HostStarts, HostState
+from .elements import ElementState, HostRecord, Lease, Leases
+from .hosts import Backoff, Host, HostStarts, HostState, hosts_to_start
 from .status import StatusFile
 
 #: Seconds for which a host gets no elements whose node has no room for another process.
 _FULL_S = 30.0
-#: Seconds between two looks at the nodes.
+#: Seconds between two looks at the nodes, and two attempts to write to a disk that is full.
 _LOOK_S = 1.0
-#: Seconds at the end for hosts that have died or do not answer.
+#: Seconds at the end, beyond the grace period, for hosts that have died or do not answer.
 _CLOSE_S = 60.0
 #: Seconds that a host's reports may wait for others: short elements end by the hundred.
 _GATHER_S = 0.05
+#: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
+#: may be killed once. And such nodes that stand for all those that no host could be tried on.
+_DEATHS_MAX, _NODES_MAX = 5, 3
+#: Seconds between two lines that say that the array waits for resources.
+_TELL_S = 30.0
+#: Seconds beyond the grace period until a host is given up that was told to end or to leave.
+_END_MARGIN_S = 30.0
+#: Seconds until dead hosts are swept again, and until an answer of a sweep counts as lost.
+_SWEEP_AGAIN_S, _SWEEP_MAX_S = 5.0, 120.0
 
 
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
@@ -52,26 +64,37 @@ def _run(
     path = os.path.join(jobs_folder(), job, spec.elements)
     leases = Leases(spec, path, submission_id, folder)
     status = StatusFile(folder, submission_id)
+    requests = CancelRequests(folder, submission_id)
     ray = connect()
     try:
-        calls = Calls(ray, _GATHER_S)
         starts = HostStarts(ray, spec, job, values, config, leases.progress.count)
-        pool = HostPool(ray, spec, submission_id, starts, calls, leases)
-        requests = CancelRequests(folder, submission_id)
-        try:
-            return ArrayDriver(runner, spec, leases, pool, calls, status, requests).run()
-        finally:
-            requests.remove_all()
-            status.write(leases.progress, 0, is_over=True)
-            leases.close()
+        calls = Calls(ray, _GATHER_S)
+        driver = ArrayDriver(runner, spec, leases, ray, starts, calls, status, requests, _free_of)
+        return driver.run()
     finally:
+        requests.remove_all()
+        leases.close()
         ray.shutdown()
+
+
+def _free_of(ray: Any) -> Dict[str, Dict[str, float]]:
+    """The free resources of every node."""
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    return {
+        node.node_id: {row.resource_name: row.total - row.used for row in node.resource_usage.usage}
+        for node in (*status.active_nodes, *status.idle_nodes)
+    }
 
 
 class ArrayDriver:
     """The driver of one array.
 
     Attributes:
+        hosts: the living hosts by their numbers.
+        dead: the dead ones, of whose notes something is to be done: whether it is proven that
+            nothing of them runs.
         broken: why the array cannot be run at all; ``None`` as long as it can.
     """
 
@@ -80,25 +103,39 @@ class ArrayDriver:
         runner: Runner,
         spec: ArraySpec,
         leases: Leases,
-        pool: HostPool,
+        ray: Any,
+        starts: HostStarts,
         calls: Calls,
         status: StatusFile,
         requests: CancelRequests,
+        free_of: Callable[[Any], Dict[str, Dict[str, float]]],
     ) -> None:
         self._runner = runner
         self._spec = spec
         self._leases = leases
         self._progress = leases.progress
-        self._pool = pool
+        self._ray = ray
+        self._starts = starts
         self._calls = calls
         self._status = status
         self._requests = requests
-        self._look_at = 0.0
+        self._free_of = free_of
+        self._look_at = self._tell_at = 0.0
         self._written = ""  # the last reason of a host that cannot run elements
-        self.broken: Optional[Tuple[Reason, str]] = None
+        self._nodes: Dict[str, Node] = {}
+        self._refusals = Backoff()
+        self._cannot: Set[str] = set()  # nodes that cannot run elements
+        self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
+        self._unconfirmed: Set[str] = set()  # dead nodes that the end did not wait for
+        self._sweeps: Dict[str, Tuple[float, Any]] = {}  # by node, with the time of the next one
         self._settled_at: Optional[float] = None
         #: The reason to lease no more; empty when the job was cancelled.
         self._stopped_by: Optional[str] = None
+        self.hosts: Dict[int, Host] = {}
+        # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
+        self.dead = dict.fromkeys((record.number for record in leases.hosts), False)
+        self.broken: Optional[Tuple[Reason, str]] = None
+        leases.pause = self._pause
 
     def run(self) -> int:
         """Run it to its end; the exit code."""
@@ -108,10 +145,10 @@ class ArrayDriver:
             say(f"the driver continues: {ended} of {count} elements have ended")
         while not self._is_done():
             self._turn()
-        self._give_up()
-        is_written = self._write_all()
+        is_written = self._leases.commit()
+        self._progress.is_over = True
+        self._status.write(self._progress, 0)
         code, ending = self._outcome(is_written)
-        self._close(is_written)
         left_on = self._left_on()
         left = f"{MAY_BE_LEFT} {', and '.join(left_on)}" if left_on else ""
         left = left or (NO_PROCESS_LEFT if self._runner.cancelled else "")
@@ -126,12 +163,7 @@ class ArrayDriver:
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._cancel_requested()
-            self.take_back()
-            try:
-                self._pool.look(now, self._progress.number(ElementState.WAITING))
-            except OSError as error:  # a full disk: no host is started meanwhile
-                say(f"the head cannot write down a new host: {error}")
-                self._look_at = now + DISK_S
+            self.look(now)
         for answer in self._calls.answers():
             if isinstance(answer, Died):
                 self.died(answer)
@@ -140,44 +172,38 @@ class ArrayDriver:
         self._check_failures()
         if self._settled_at is None and (self._is_stopped or self._progress.is_settled):
             self._settled_at = now
-        if not self._is_stopped and self._leases.can_write:
+        if not self._is_stopped:
             self.lease()
-        busy = (min(len(host.in_hand), host.slots) for host in self._pool.hosts.values())
-        self._status.write(self._progress, sum(busy))
+        self._status.write(
+            self._progress,
+            sum(min(len(self._held(host)), host.slots) for host in self.hosts.values()),
+        )
+
+    def _held(self, host: Host) -> Dict[int, int]:
+        return self._leases.held(host.record.number)
+
+    def _order(self, host: Host, do: str, **values: Any) -> None:
+        self._calls.order(host.replica, {"do": do, **values})
 
     # ------------------------------------------------------------------ leases
 
     def lease(self) -> None:
         """Lease elements to the hosts; the disk has it before a host hears of it."""
         leases, now = self._leases, time.monotonic()
-        rows: Dict[int, List[List[Any]]] = {}
-        for number, host in self._pool.hosts.items():
+        rows: Dict[Host, List[List[Any]]] = {}
+        for host in self.hosts.values():
             may_have = host.state is HostState.READY and now >= host.rests_until
             most = leases.pace.held(host.slots) if may_have else 0
             if self._is_held_up(host, now):
                 most = min(most, host.slots)
-            while len(host.in_hand) < most and (row := leases.take(number)) is not None:
-                host.in_hand[row[0]] = row[1]
-                rows.setdefault(number, []).append(row)
-        is_written = leases.commit()
-        for number in rows:
-            host = self._pool.hosts[number]
-            if is_written:
-                self._calls.order(host.replica, {"do": "run", "elements": rows[number]})
-                continue
-            for element, attempt, _ in rows[number]:
-                del host.in_hand[element]
-                leases.give_back(Lease(element, attempt), number, has_run=False)
-
-    def take_back(self) -> None:
-        """Let hosts on which no element ends hand back those that wait behind the ones that run."""
-        now = time.monotonic()
-        for host in self._pool.hosts.values():
-            waiting = len(host.in_hand) - host.slots
-            may_be_asked = host.state is HostState.READY and not host.is_asked
-            if may_be_asked and waiting > 0 and self._is_held_up(host, now):
-                host.is_asked = True
-                self._calls.order(host.replica, {"do": "hand_back", "count": waiting})
+            while len(self._held(host)) < most:
+                row = leases.take(host.record.number)
+                if row is None:
+                    break
+                rows.setdefault(host, []).append(row)
+        if leases.commit():
+            for host, elements in rows.items():
+                self._order(host, "run", elements=elements)
 
     def _is_held_up(self, host: Host, now: float) -> bool:
         """Whether none has ended on a host for much longer than elements take."""
@@ -185,16 +211,12 @@ class ArrayDriver:
 
     def _cancel_requested(self) -> None:
         """Cancel what clients want, and say so to them when the disk has it."""
-        if not self._leases.can_write:
-            return
         for request in self._requests.find(self._progress.count):
-            wanted: Set[Lease] = set()
-            for first, last in request.ranges:
-                wanted |= set(self._leases.cancel(range(first, last + 1), request.only_waiting))
-            for host in self._pool.hosts.values():
-                leased = [lease for lease in host.in_hand.items() if Lease(*lease) in wanted]
+            wanted = self._leases.cancel(request.ranges, request.only_waiting)
+            for host in self.hosts.values():
+                leased = [lease for lease in self._held(host).items() if Lease(*lease) in wanted]
                 if leased:
-                    self._calls.order(host.replica, {"do": "cancel", "elements": leased})
+                    self._order(host, "cancel", elements=leased)
             if self._leases.commit():
                 ranges = ", ".join(f"{first} to {last}" for first, last in request.ranges[:5])
                 say(f"the user has cancelled the elements {ranges}; {len(wanted)} have a host")
@@ -202,77 +224,72 @@ class ArrayDriver:
 
     # ------------------------------------------------------------------ reports
 
+    def _of(self, actor: Any) -> List[Host]:
+        """The host of an actor, unless it is given up."""
+        return [host for host in self.hosts.values() if host.actor is actor]
+
     def died(self, answer: Died) -> None:
         """An actor cannot answer any more."""
-        for host in self._pool.of(answer.actor):
-            if answer.is_env:
-                self._refused(host, answer.words, Reason.RUNTIME_ENV, has_started=False)
-            elif answer.is_start:
-                self._refused(host, answer.words, Reason.NOT_STARTED, has_started=False)
+        for host in self._of(answer.actor):
+            if answer.is_env or answer.is_start:
+                cause = Reason.RUNTIME_ENV if answer.is_env else Reason.NOT_STARTED
+                self._refused(host, answer.words, cause, has_started=False)
             else:
                 self._dead(host, answer.words)
 
     def hear(self, answer: Pulled) -> None:
         """Take what an actor has answered, and ask it again."""
-        for host in self._pool.of(answer.actor):
+        for host in self._of(answer.actor):
             first, reports = answer.reports.get(name(host.replica.replica_id), (0, []))
             for number, report in enumerate(reports, start=first):
-                if number == host.replica.seen and host.record.number in self._pool.hosts:
+                if number == host.replica.seen and host.record.number in self.hosts:
                     host.replica.seen += 1
                     self._report(host, json.loads(report))
-        for _ in self._pool.of(answer.actor):  # it may be given up by now
+        if self._of(answer.actor):  # it may be given up by now
             self._calls.pull(answer.actor)
 
     def _report(self, host: Host, report: Mapping[str, Any]) -> None:
-        kind, node = report["at"], host.replica.node.host
+        kind, node, number = report["at"], host.replica.node.host, host.record.number
         if kind == "text":
             prefix = f"{report['element']}| "
             write(prefix + str(report["text"])[:-1].replace("\n", f"\n{prefix}") + "\n")
         elif kind == "ended":
-            row = report["row"]
-            if host.takes_back(Lease(*row[:2])):
+            if self._leases.ended(number, report["row"]):
                 host.heard_at = time.monotonic()
-                self._pool.can_run(host.record.node_id)
-                self._leases.ended(host.record.number, row)
+                self._refusals.forget(host.record.node_id)
+                self._cannot.discard(host.record.node_id)
         elif kind == "prepared":
-            host.state, host.heard_at = HostState.READY, time.monotonic()
-            say(f"{node} runs {host.slots} element(s) at a time")
+            if host.state is HostState.STARTING:
+                host.state, host.deadline = HostState.READY, float("inf")
+                host.heard_at = time.monotonic()
+                say(f"{node} runs {host.slots} element(s) at a time")
         elif kind == "unprepared":
             self._refused(host, str(report["reason"]), Reason.NOT_STARTED, has_started=True)
         elif kind == "obstacles":
             say(
-                f"on {node} the imports {', and '.join(report['obstacles'])}, which a fork does "
+                f"on {node} the imports {', '.join(report['obstacles'])}, which a fork does "
                 "not have. So each element imports anew, which takes seconds in place of "
                 "milliseconds"
             )
-        elif kind == "swept":
-            self._pool.swept(host, report)
-        elif kind == "unswept":
-            say(f"a host on {node} is dead, and this does not end there: {report['processes']}")
-        elif kind == "stuck":
-            say(
-                f"element {report['element']} on {node} has ended, but not what it has left, such "
-                f"as processes of the group {report['group']}"
-            )
         elif kind == "lost":
             lease = Lease(*report["lease"])
-            if host.takes_back(lease):
+            if self._leases.give_back(lease, number, has_run=True):
                 say(f"the process was killed that knew how element {lease.element} has ended")
-                self._leases.give_back(lease, host.record.number, has_run=True)
         elif kind == "handed_back":
             host.is_asked = False
-            for lease in (Lease(*row) for row in report["leases"]):
-                if host.takes_back(lease):
-                    self._leases.give_back(lease, host.record.number, has_run=False)
+            for row in report["leases"]:
+                self._leases.give_back(Lease(*row), number, has_run=False)
             if "reason" in report:
                 host.rests_until = time.monotonic() + _FULL_S
                 say(f"elements wait for other nodes, or for {_FULL_S:g} s: {report['reason']}")
         elif kind == "idle":
-            self._pool.idle(host)
-        elif kind == "left":
-            host.state = HostState.LEFT
-        elif kind == "gone" and host.state is HostState.LEFT:
-            self._pool.gone(host)
+            # What it still has came when it was told to end.
+            self._leases.give_back_all(number, has_run=False)
+            self._leases.commit()  # before it removes its notes
+            self._order(host, "leave")
+            host.state, host.deadline = HostState.LEAVING, time.monotonic() + _END_MARGIN_S
+        elif kind == "gone" and host.state is HostState.LEAVING:
+            self._drop(host)
         else:  # ``failed`` or ``gone``
             self._dead(host, str(report.get("reason", "it was killed")))
 
@@ -280,16 +297,29 @@ class ArrayDriver:
         """A host has died, or its actor has."""
         if host.state is HostState.STARTING:
             self._refused(host, reason, None, has_started=True)
-            return
-        say(f"the host on {host.replica.node.host} has died: {reason}")
-        self._pool.give_up(host)
+        else:
+            say(f"the host on {host.replica.node.host} has died: {reason}")
+            self._give_up(host)
 
     def _refused(self, host: Host, reason: str, cause: Optional[Reason], has_started: bool) -> None:
-        """A host cannot run elements: others may, or none can."""
-        node = host.replica.node.host
-        may_run = self._pool.running_on_dead > 0 or self._leases.progress.has_run
-        self._pool.refused(host, cause is not None, has_started)
-        if host.slots and not may_run and self._pool.is_hopeless:
+        """A host cannot run elements: others may, or none can.
+
+        Args:
+            host: the host; none is started on its node for a while.
+            reason: why.
+            cause: the kind of the reason; ``None`` when it has just died.
+            has_started: its actor was there, and may have begun something.
+        """
+        node_id, node = host.record.node_id, host.replica.node.host
+        may_run = self._progress.has_run or any(map(self._leases.held, self._unproven))
+        deaths = self._refusals.add(node_id, time.monotonic())
+        if cause is not None or deaths >= _DEATHS_MAX:
+            self._cannot.add(node_id)
+        if has_started:
+            self._give_up(host)
+        else:
+            self._drop(host)
+        if not may_run and self._is_hopeless():
             if self.broken is None:
                 write(f"{reason}\n")
                 is_env = cause is Reason.RUNTIME_ENV
@@ -301,6 +331,169 @@ class ArrayDriver:
             self._written = reason
         say(f"a host on {node} could not begin; another one is tried later: {_last_line(reason)}")
 
+    def _is_hopeless(self) -> bool:
+        """Whether no node can be expected to run elements."""
+        if not self._cannot or any(
+            host.state is not HostState.STARTING or host.record.node_id not in self._cannot
+            for host in self.hosts.values()
+        ):
+            return False
+        role = self._spec.host
+        fitting = {
+            node_id
+            for node_id, node in self._nodes.items()
+            if matches(role.label_selector, node.labels) and slots(node.resources, role.resources)
+        }
+        return len(self._cannot & fitting) >= min(_NODES_MAX, len(fitting))
+
+    # ------------------------------------------------------------------ hosts
+
+    def look(self, now: float) -> None:
+        """Start hosts where there is room, end idle ones, and prove that dead ones are dead."""
+        self._nodes = {node.node_id: node for node in nodes_of(self._ray.nodes())}
+        waiting = self._progress.number(ElementState.WAITING)
+        for host in list(self.hosts.values()):
+            held = self._held(host)
+            is_ending = host.state in (HostState.ENDING, HostState.LEAVING)
+            if host.record.node_id not in self._nodes or now >= host.deadline:
+                self._give_up(host)
+            elif not is_ending and not held and not waiting:
+                self._end(host)
+            elif len(held) > host.slots and self._is_held_up(host, now) and not host.is_asked:
+                host.is_asked = True  # those that wait behind the ones that run are for others
+                self._order(host, "hand_back", count=len(held) - host.slots)
+        self._prove(now)
+        if waiting and not self._is_stopped:
+            self._grow(now, waiting)
+
+    def _grow(self, now: float, wanted: int) -> None:
+        hosts, role = list(self.hosts.values()), self._spec.host
+        starting = [host for host in hosts if host.state is HostState.STARTING]
+        wanted -= sum(host.slots for host in starting)
+        if self._spec.max_in_flight is not None:
+            used = sum(host.slots for host in hosts)
+            used += sum(len(self._leases.held(number)) for number in self._unproven)
+            wanted = min(wanted, self._spec.max_in_flight - used)
+        busy = {host.record.node_id for host in starting}
+        busy |= {self._leases.hosts[number].node_id for number in self._unproven}
+        available = {
+            node_id: resources
+            for node_id, resources in self._free_of(self._ray).items()
+            if node_id in self._nodes
+            and node_id not in busy
+            and self._refusals.is_over(node_id, now)
+            and matches(role.label_selector, self._nodes[node_id].labels)
+        }
+        planned = hosts_to_start(available, role.resources, wanted)
+        records = [self._leases.add_host(node_id) for node_id, _ in planned]
+        if planned and self._leases.commit():
+            for record, (node_id, count) in zip(records, planned):
+                host = self._starts.start(record, self._nodes[node_id], count)
+                self.hosts[record.number] = host
+                self._calls.pull(host.actor)
+                self._calls.order(host.replica, self._starts.prepare(host))
+        if self.hosts:
+            self._tell_at = now + _TELL_S
+        elif now >= self._tell_at:
+            self._tell_at = now + _TELL_S
+            request = ResourceRequest(role.resources, role.label_selector)
+            why = why_not(request, list(self._nodes.values()))
+            if why:
+                say(f"no element can begin: {why}; waiting for a node that joins")
+            else:
+                say(f"no node has room for an element, which needs {request}; waiting")
+
+    def _end(self, host: Host) -> None:
+        """Let a host end what it runs; one that has not come up ends with its actor."""
+        if not host.actor.answers:
+            self._drop(host)
+            return
+        host.state = HostState.ENDING
+        host.deadline = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
+        self._order(host, "end")
+
+    def _drop(self, host: Host) -> None:
+        """End the actor of a host of which nothing runs."""
+        self._ray.kill(host.actor.handle, no_restart=True)
+        host.actor.dead = True
+        del self.hosts[host.record.number]
+
+    def _give_up(self, host: Host) -> None:
+        """End the actor of a host: what it had may run until the contrary is proven."""
+        self._drop(host)
+        self.dead[host.record.number] = False
+
+    # ------------------------------------------------------------------ proof
+
+    @property
+    def _unproven(self) -> List[int]:
+        """The dead hosts whose processes may still run."""
+        return [number for number, is_proven in self.dead.items() if not is_proven]
+
+    def _prove(self, now: float) -> None:
+        """End what dead hosts have left: by their nodes' death, or by a program on the node."""
+        by_node: Dict[str, List[HostRecord]] = {}
+        for number in list(self.dead):
+            record = self._leases.hosts[number]
+            if record.node_id in self._nodes:
+                by_node.setdefault(record.node_id, []).append(record)
+            else:
+                self._prove_by_node(record, now)
+        for node_id, records in by_node.items():
+            until, sweep = self._sweeps.get(node_id, (0.0, None))
+            answer = None if sweep is None else self._starts.swept(sweep)
+            if answer is not None:
+                until = now
+                self._swept(records, answer)
+                if answer["remaining"]:
+                    until = now + _SWEEP_AGAIN_S
+                    node = self._nodes[node_id].host
+                    say(f"a dead host on {node} may still run elements: {answer['remaining']}")
+                self._sweeps[node_id] = until, None
+            elif now >= until:
+                unproven = [record for record in records if not self.dead[record.number]]
+                forgotten = [record.run_dir for record in records if record not in unproven]
+                sweep = self._starts.sweep(node_id, unproven, forgotten)
+                self._sweeps[node_id] = now + _SWEEP_MAX_S, sweep
+
+    def _swept(self, records: List[HostRecord], answer: Mapping[str, Any]) -> None:
+        """Take over the notes of dead hosts, of which nothing runs any more."""
+        for record in records if not answer["remaining"] else ():
+            if self.dead[record.number]:
+                del self.dead[record.number]  # its notes are removed
+        for number, ended, begun in answer["swept"]:
+            before = len(self._leases.held(number))
+            for row in ended:
+                self._leases.ended(number, row)
+            again = len(self._leases.held(number))
+            for lease in begun:
+                self._leases.give_back(Lease(*lease), number, has_run=True)
+            self._leases.give_back_all(number, has_run=False)
+            if before:
+                say(
+                    f"nothing of a dead host runs: of {before} elements, {before - again} had "
+                    f"ended, and {again} are leased again"
+                )
+            self.dead[number] = True
+        self._leases.commit()
+
+    def _prove_by_node(self, record: HostRecord, now: float) -> None:
+        """Take back what a host has that Ray counts as dead with its node.
+
+        A node that was only cut off continues until its raylet has noticed. An array that is being
+        ended does not wait for that, since nothing runs a second time.
+        """
+        since = self._dead_since.setdefault(record.node_id, now)
+        if not self._leases.held(record.number) or now >= since + node_dead_s():
+            # What had begun there, nobody knows.
+            self._leases.give_back_all(record.number, has_run=True)
+        elif self._is_stopped:
+            # For the journal a host has it: another attempt of the array waits for the proof.
+            self._unconfirmed.add(record.node_id)
+        else:
+            return
+        del self.dead[record.number]
+
     # ------------------------------------------------------------------ the end
 
     @property
@@ -311,30 +504,8 @@ class ArrayDriver:
         """Whether all has ended; what dead hosts have left is not waited for without a bound."""
         if self._settled_at is None:
             return False
-        if self._pool.has_ended and (self._is_stopped or self._progress.is_over):
-            return True
-        return time.monotonic() >= self._settled_at + self._spec.grace_s + _CLOSE_S
-
-    def _give_up(self) -> None:
-        """Wait no longer for what does not end on hosts, and for what dead ones have left."""
-        for host in list(self._pool.hosts.values()):
-            if host.in_hand or host.sweeps:
-                self._pool.give_up(host)
-        for held in self._pool.dead.values():
-            self._leases.leave_all(held)
-
-    def _close(self, is_written: bool) -> None:
-        """End all hosts, and what a host has left that has died meanwhile or does not answer.
-
-        They remove their notes when the head's disk has the same.
-        """
-        waits_for_dead = not self._pool.dead
-        until = time.monotonic() + (_CLOSE_S if is_written else 0.0)
-        self._pool.close()
-        while self._pool.is_leaving or (waits_for_dead and self._pool.dead):
-            if time.monotonic() >= until:
-                break
-            self._turn()
+        is_late = time.monotonic() >= self._settled_at + self._spec.grace_s + _CLOSE_S
+        return is_late or not (self.hosts or self.dead)
 
     def _outcome(self, is_written: bool) -> Tuple[int, str]:
         """The exit code, and how the array ended in words."""
@@ -350,30 +521,20 @@ class ArrayDriver:
         if self._stopped_by == "":
             self._runner.cancelled, self._runner.cause = True, Reason.CANCELLED.name
             return 143, "cancelled"
-        self._runner.cause = (Reason.EXIT_CODE if failed or not is_written else Reason.NONE).name
-        if not is_written:
-            return 1, "exit code 1"
-        code = JobExit.SOME_FAILED if failed else 0
+        code = 0 if is_written else 1
+        if is_written and failed:
+            code = JobExit.SOME_FAILED
+        self._runner.cause = (Reason.EXIT_CODE if code else Reason.NONE).name
         return code, f"exit code {code}"
-
-    def _write_all(self) -> bool:
-        """Wait for the head's disk as long as for dead hosts; whether it has all."""
-        until = time.monotonic() + _CLOSE_S
-        while not (self._leases.can_write and self._leases.commit()):
-            if self.broken is not None or time.monotonic() >= until:
-                return False
-            self._obey()
-            if self._stopped_by == "":  # nobody waits for the rest of it
-                return False
-            time.sleep(_LOOK_S)
-        return True
 
     def _left_on(self) -> Tuple[str, ...]:
         """The nodes where processes may be left, in words; none when that is proven."""
-        dead, others = self._pool.unconfirmed, self._pool.node_ids
+        living = [host for host in self.hosts.values() if host.state is not HostState.LEAVING]
+        numbers = {*(host.record.number for host in living), *self._unproven}
+        others = {self._leases.hosts[number].node_id for number in numbers}
         places = []
-        if dead:
-            nodes = _names(dead)
+        if self._unconfirmed:
+            nodes = _names(self._unconfirmed)
             places.append(f"for {NODE_DEAD_S:.0f} s on {nodes}, which Ray counts as dead")
         if others:
             places.append(f"on {_names(others)}, where nothing says that all have ended")
@@ -387,15 +548,23 @@ class ArrayDriver:
         if order is not None:
             self._stop("")
 
+    def _pause(self) -> bool:
+        """Wait a moment for the head's disk; false when nobody waits for it any longer."""
+        time.sleep(_LOOK_S)
+        self._obey()
+        return self._stopped_by != "" and self.broken is None
+
     def _stop(self, why: str) -> None:
         """End what runs, and lease no more."""
         if not self._is_stopped:
             self._stopped_by = why
-            self._progress.cancel_waiting()
-            self._pool.end()
+            self._leases.is_ending = True
+            for host in list(self.hosts.values()):
+                if host.state in (HostState.STARTING, HostState.READY):
+                    self._end(host)
 
     def _check_failures(self) -> None:
-        if self.broken is not None and not self._is_stopped:
+        if self.broken is not None:
             self._stop(self.broken[1])
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
         if limit is not None and failed > limit and not self._is_stopped:

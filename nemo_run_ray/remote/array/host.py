@@ -1,16 +1,13 @@
 """The element host of an array on one node: it starts elements and reports their ends.
 
 It is a process as a replica of a group is one (``hosts/relay.py``), for many commands instead of
-one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``sweep``, ``run``,
-``cancel``, ``hand_back``, ``end``, ``leave``. Reports: ``prepared``, ``unprepared``,
-``obstacles``, ``swept``, ``unswept``, ``text``, ``ended``, ``lost``, ``handed_back``, ``idle``,
-``left``, ``failed``, ``stuck``.
+one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``run``, ``cancel``,
+``hand_back``, ``end``, ``leave``. Reports: ``prepared``, ``unprepared``, ``obstacles``, ``text``,
+``ended``, ``lost``, ``handed_back``, ``idle``, ``failed``.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import select
 import shutil
@@ -32,26 +29,20 @@ from typing import (
     Tuple,
 )
 
-from ..files import open_own
 from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
-from ..node import command
-from ..node.rundir import RunDir, run_dirs
 from ..node.supervise import (
     ENDING,
     ROUND_S,
-    SUPERVISOR_TAG,
-    TAG,
     adopt_orphans,
     collect,
     descendants,
-    is_watchdog,
     kill,
-    marked,
     signal_all,
     wake_at,
 )
 from .elements import Lease
+from .notes import Notes, forget
 from .workers import (
     ATTEMPT,
     INDEX,
@@ -65,71 +56,10 @@ from .workers import (
 
 #: Seconds between two looks for processes that elements have left, and while nothing runs.
 _LOOK_S, _IDLE_S = 0.5, 60.0
-#: Seconds for which a node without room for a process is tried when no element runs there.
-_FULL_S = 10.0
 #: Reads of 64 KiB that empty a pipe: a process that hides may write without end.
 _PIPE_READS = 16
 #: Exit codes of what is ended by SIGTERM and by SIGKILL.
 _TERMINATED, _KILLED = 143, 137
-
-
-class Notes:
-    """The notes of one host, in a file beside its run directory: what has begun, what has ended.
-
-    Args:
-        run_dir: name of the run directory, which must be there.
-    """
-
-    def __init__(self, run_dir: str) -> None:
-        path = _notes_in(run_dirs(command.tmpdir()), run_dir)
-        self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._is_torn = False  # the last line may have no end
-
-    def add(self, row: Sequence[Any]) -> None:
-        """Note that an element is about to begin (index, attempt), or how it has ended."""
-        data = ("\n" if self._is_torn else "").encode() + json.dumps(row).encode() + b"\n"
-        self._is_torn = True
-        with suppress(OSError):  # a full disk: an end is reported all the same
-            self._is_torn = os.write(self._fd, data) != len(data)
-
-
-def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
-    """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
-    ended: List[List[Any]] = []
-    begun: List[List[int]] = []
-    path = _notes_in(folder_of(run_dir), run_dir)
-    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
-        for line in file:
-            with suppress(ValueError):  # a full disk, or the host's death, has torn it
-                row = json.loads(line)
-                (ended if len(row) > 2 else begun).append(row)
-    over = {tuple(row[:2]) for row in ended}
-    return ended, [lease for lease in begun if tuple(lease) not in over]
-
-
-def forget(run_dir: str) -> None:
-    """Remove the notes of a host: the driver has written down what they say."""
-    folder = folder_of(run_dir)
-    with suppress(FileNotFoundError):
-        os.remove(_notes_in(folder, run_dir))
-    with suppress(OSError):  # other jobs are in it
-        os.rmdir(folder)
-
-
-def folder_of(run_dir: str) -> str:
-    """The folder in which a host of this node has its run directory and its notes.
-
-    That need not be the one of this process: Python passes over a full folder of temporary files.
-    """
-    given = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ]
-    others = ("/tmp", "/var/tmp", "/usr/tmp")
-    places = [run_dirs(place) for place in (command.tmpdir(), *given, *others)]
-    found = [place for place in places if os.path.exists(_notes_in(place, run_dir))]
-    return found[0] if found else places[0]
-
-
-def _notes_in(folder: str, run_dir: str) -> str:
-    return os.path.join(folder, f"{run_dir}.notes")
 
 
 #: The mark of an element's processes: its index and its attempt.
@@ -228,8 +158,6 @@ class RunningElements:
         self._running: List[RunningElement] = []
         self._orphans = Orphans(grace_s)
         self._look_at = self._watch_until = 0.0
-        self._full_since: Optional[float] = None
-        self._start_at = 0.0
         self._may_begin = True
 
     def __bool__(self) -> bool:
@@ -266,7 +194,7 @@ class RunningElements:
         self._end_what_is_over(now)
         # Last: what has ended has made room, and nothing else would wake the host's loop.
         while self._may_begin and self._waiting and self._launcher.can_start:
-            if now < self._start_at or not self._start(self._waiting.popleft()):
+            if not self._start(self._waiting.popleft()):
                 break
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
@@ -301,14 +229,14 @@ class RunningElements:
         """End the fork server, which may still have the exit codes of elements that run."""
         self._launcher.stop_forking()
 
-    def note_ends(self, are_killed: bool) -> None:
-        """Note what ended by itself; with ``are_killed`` an end by SIGKILL is the host's doing."""
+    def note_ends(self) -> None:
+        """Note what has ended by itself: an end by SIGKILL is this process' doing."""
         self._may_begin = False
         self._hear()
         self._reap()
         for element in [element for element in self._running if element.code is not None]:
             self._running.remove(element)
-            if not (are_killed and element.code == _KILLED):
+            if element.code != _KILLED:
                 self._ended(element)
 
     def _start(self, order: Order) -> bool:
@@ -330,13 +258,9 @@ class RunningElements:
         return True
 
     def _is_full(self, reason: str) -> None:
-        """Let others have what waits, or where nothing runs that may end, try again for a while."""
-        now = time.monotonic()
-        self._full_since, self._start_at = self._full_since or now, now + ROUND_S
-        is_over = now >= self._full_since + _FULL_S
-        if self._running or is_over:
-            self.hand_back(len(self._waiting), reason=reason)
-        if not self._running and is_over:
+        """Let others have what waits; where nothing runs that may end, none can begin."""
+        self.hand_back(len(self._waiting), reason=reason)
+        if not self._running:
             self._cannot_begin(reason)
 
     def _cannot_begin(self, reason: str) -> None:
@@ -401,11 +325,6 @@ class RunningElements:
             self._orphans.look([element.lease for element in active], groups, now)
         for element in over:
             if self._orphans.has(element.lease):
-                element.tell_at = element.tell_at or now + self._grace_s + _TELL_S
-                if now >= element.tell_at:
-                    element.tell_at = math.inf
-                    lease = element.lease
-                    self._channel.report("stuck", element=lease.element, group=element.pid)
                 continue  # it has ended when what it has left has
             for _ in range(_PIPE_READS):
                 if element.fd is None or not _is_readable(element.fd):
@@ -418,7 +337,6 @@ class RunningElements:
             element.kill_late(now)
 
     def _ended(self, element: RunningElement) -> None:
-        self._full_since = None
         self._report_text(element, element.close())
         row = self._launcher.row_of(element)
         if element.is_lost:
@@ -432,69 +350,6 @@ def _is_readable(fd: int) -> bool:
     poll = select.poll()  # select knows descriptors below 1024 only
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-#: Seconds for a host's guard to end what the host has left, also what has lost its mark.
-_GUARD_S = 60.0
-#: Seconds until it is said that a process does not end, and between two times.
-_TELL_S = 30.0
-#: Looks in a row that must find nothing: a process can be made while another look is on.
-_CLEAN_LOOKS = 2
-
-
-class Sweeping:
-    """The processes that one dead host has left.
-
-    Its own process is killed first: one that was only stopped could start another element later, or
-    note ends that this causes. Its guard then kills what is below it, and last comes what carries
-    the host's tag.
-
-    Args:
-        now: the time.
-        number: of the host.
-        tag: in the environment of all its processes.
-        run_dir: name of its run directory.
-    """
-
-    def __init__(self, now: float, number: int, tag: str, run_dir: str) -> None:
-        self.number, self._tag, self._run_dir = number, tag, run_dir
-        self._guard_until, self._tell_at = now + _GUARD_S, now + _TELL_S
-        self._clean_looks = 0
-
-    def step(self, now: float) -> Optional[Dict[str, Any]]:
-        """Kill what runs.
-
-        Returns:
-            The report that nothing runs any more, with the host's notes, or that something does not
-            end; ``None`` when neither is due.
-        """
-        keepers = marked(f"{SUPERVISOR_TAG}={self._tag}".encode())
-        guards = [pid for pid in keepers if is_watchdog(pid)]
-        found = [pid for pid in keepers if pid not in guards]
-        found = found or marked(f"{TAG}={self._tag}".encode())
-        for pid in found:
-            kill(pid, signal.SIGKILL)
-        for pid in guards:
-            kill(pid, signal.SIGCONT if now < self._guard_until else signal.SIGKILL)
-        self._clean_looks = 0 if found or keepers else self._clean_looks + 1
-        if self._clean_looks >= _CLEAN_LOOKS:
-            ended, begun = read_notes(self._run_dir)
-            RunDir(self._run_dir, base=folder_of(self._run_dir)).remove()
-            return {"kind": "swept", "host": self.number, "ended": ended, "begun": begun}
-        if now >= self._tell_at and (found or keepers):
-            self._tell_at = now + _TELL_S
-            names = ", ".join(map(_describe, sorted({*keepers, *found})))
-            return {"kind": "unswept", "host": self.number, "processes": names}
-        return None
-
-
-def _describe(pid: int) -> str:
-    """A process as an administrator looks for it."""
-    fields = {}
-    with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
-        fields = dict(line.split(":", 1) for line in file if ":" in line)
-    name, state = (fields.get(key, "?").strip() for key in ("Name", "State"))
-    return f"process {pid} ({os.path.basename(name)}, {state})"
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -512,7 +367,7 @@ class HostProcess:
         adopt_orphans()
         self._workspace: Optional[Workspace] = None
         self._elements: Optional[RunningElements] = None
-        self._sweepings: List[Sweeping] = []
+        self._run_dir = ""
         self._is_ending = self._is_leaving = False
 
     def serve(self) -> None:
@@ -529,20 +384,18 @@ class HostProcess:
                 self._elements.step(ready)
             if self._is_ending and not self._elements:
                 self._step_ending()
-            self._sweep(time.monotonic())
             self._channel.send()
-        self._channel.report("left")
-        self._channel.send_all()
+        forget(self._run_dir)
 
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders; what ends by itself until then is noted."""
-        self._collect(are_killed=False)
+        self._collect()
         while descendants():
             signal_all(signal.SIGKILL)
             # To find all processes has taken a moment, and elements of one length end together.
-            self._collect(are_killed=True)
+            self._collect()
             time.sleep(ROUND_S)
-        self._collect(are_killed=True)
+        self._collect()
         if self._workspace is not None:
             self._workspace.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -559,9 +412,9 @@ class HostProcess:
             self._is_ending = False
             self._channel.report("idle")
 
-    def _collect(self, are_killed: bool) -> None:
+    def _collect(self) -> None:
         if self._elements is not None:
-            self._elements.note_ends(are_killed)
+            self._elements.note_ends()
         for _ in collect():
             pass
 
@@ -576,7 +429,7 @@ class HostProcess:
             idle_s = self._elements.idle_s
             for fd in self._elements.descriptors():
                 poll.register(fd, select.POLLIN)
-        if self._is_ending or self._sweepings:
+        if self._is_ending:
             idle_s = ROUND_S
         ready = {fd for fd, _ in poll.poll(idle_s * 1000)}
         if self._wake in ready:
@@ -587,15 +440,11 @@ class HostProcess:
         kind, elements = order["do"], self._elements
         if kind == "prepare":
             self._prepare(order)
-        elif kind == "sweep":
-            self._sweepings += [Sweeping(time.monotonic(), *row) for row in order["hosts"]]
         elif kind == "end":
             self._is_ending = True
             if elements is not None:
                 elements.end()
         elif kind == "leave":
-            for run_dir in order["run_dirs"]:
-                forget(run_dir)
             self._is_leaving = True
         elif elements is None:
             return
@@ -607,7 +456,7 @@ class HostProcess:
             elements.hand_back(order["count"])
 
     def _prepare(self, order: Mapping[str, Any]) -> None:
-        self._workspace = Workspace(order)
+        self._workspace, self._run_dir = Workspace(order), order["run_dir"]
         try:
             self._workspace.prepare(self._folder)
             self._workspace.begin({})
@@ -618,11 +467,3 @@ class HostProcess:
         grace_s = self._workspace.role.task.grace_s
         self._elements = RunningElements(launcher, notes, self._channel, grace_s)
         self._channel.report("prepared")
-
-    def _sweep(self, now: float) -> None:
-        for sweeping in list(self._sweepings):
-            report = sweeping.step(now)
-            if report is not None:
-                self._channel.report(**report)
-                if report["kind"] == "swept":
-                    self._sweepings.remove(sweeping)

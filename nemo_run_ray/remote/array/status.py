@@ -40,15 +40,14 @@ class StatusFile:
         self._tell_at = time.monotonic() + _TELL_S
         self._seen = [(time.monotonic(), 0)]
 
-    def write(self, progress: ArrayProgress, running: int, is_over: bool = False) -> None:
+    def write(self, progress: ArrayProgress, running: int) -> None:
         """Show where the array is, at most once a second before its end.
 
         Args:
             progress: of the elements.
             running: how many slots are busy.
-            is_over: the driver ends.
         """
-        now = time.monotonic()
+        now, is_over = time.monotonic(), progress.is_over
         if now >= self._write_at or is_over:
             self._write_at = now + _WRITE_S
             rows = self._rows(progress, running, now)

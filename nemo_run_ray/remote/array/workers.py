@@ -102,8 +102,6 @@ class RunningElement:
         self.seconds = 0.0
         #: It has ended, and its exit code went to a process that was killed.
         self.is_lost = False
-        #: When it is said that something does not end that it has left; 0 until that is known.
-        self.tell_at = 0.0
         self._kill_at: Optional[float] = None
         self._began = time.monotonic()
         self._lines = Lines()

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -270,3 +271,25 @@ def actor_class() -> Any:
             return self._relays.close()
 
     return Replicas
+
+
+def module_function() -> Any:
+    """A function that runs a module of this package on a node, for a task; sent by value, too."""
+
+    def run_module(
+        package: bytes, program: str, module: str, request: str, env: Dict[str, str]
+    ) -> str:
+        with tempfile.TemporaryDirectory(prefix="nemo_run_ray_") as folder:
+            with tarfile.open(fileobj=io.BytesIO(package)) as archive:
+                archive.extraction_filter = lambda member, path: member  # it is trusted
+                archive.extractall(folder)
+            return subprocess.run(
+                [sys.executable, "-I", "-c", program, folder, "", "", module],
+                input=request,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **env},
+                text=True,
+                check=True,
+            ).stdout
+
+    return run_module

@@ -69,7 +69,9 @@ _KEPT_MAX = 8 * 2**20
 _ANSWER_MAX = 2**20
 #: Seconds for the processes to end and to remove their folders.
 _CLOSE_S = 10.0
-_PROGRAM = (
+#: Text of a program that runs ``main`` of a module of this package: its arguments are the package's
+#: folder, two for ``main``, and the module.
+PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from importlib import import_module as load; load(sys.argv[4]).main(sys.argv[2:4])"
 )
@@ -176,7 +178,7 @@ class _Relay:
         package = os.path.dirname(FOLDER)
         module = f"{__package__.rpartition('.')[0]}.{place.program}"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM, package, folder, str(theirs.fileno()), module],
+            [sys.executable, "-I", "-c", PROGRAM, package, folder, str(theirs.fileno()), module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, SUPERVISOR_TAG: place.tag},

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.array import hosts
+from nemo_run_ray.remote.array import driver
 from nemo_run_ray.remote.array.elements import Leases
 from nemo_run_ray.remote.spec import ArraySpec
 from tests.unit.remote.array.pools import ID, ROLE, Cluster, Drive
@@ -13,7 +14,7 @@ from tests.unit.remote.array.pools import ID, ROLE, Cluster, Drive
 
 @pytest.fixture
 def spec(request) -> ArraySpec:
-    return ArraySpec(ROLE, "elements", **getattr(request, "param", {}))
+    return ArraySpec(**{"host": ROLE, "elements": "elements", **getattr(request, "param", {})})
 
 
 @pytest.fixture
@@ -22,13 +23,14 @@ def leases(tmp_path, spec) -> Iterator[Leases]:
     path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
     made = Leases(spec, str(path), ID, str(tmp_path))
     yield made
-    made.close()
+    with contextlib.suppress(OSError):  # the test has
+        made.close()
 
 
 @pytest.fixture
 def cluster(leases, spec, monkeypatch) -> Cluster:
     made = Cluster(leases, spec)
-    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=made.now))
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=made.now))
     made.look()
     return made
 

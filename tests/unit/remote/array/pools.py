@@ -10,8 +10,8 @@ from typing import Any
 
 from nemo_run_ray.remote.array import driver as driver_module
 from nemo_run_ray.remote.array.driver import ArrayDriver
-from nemo_run_ray.remote.array.elements import ElementState, Leases
-from nemo_run_ray.remote.array.hosts import Host, HostPool, HostRecord, HostState
+from nemo_run_ray.remote.array.elements import HostRecord, Leases
+from nemo_run_ray.remote.array.hosts import Host
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
 from nemo_run_ray.remote.hosts.calls import Died, Pulled
@@ -28,8 +28,6 @@ class Ray:
         self.alive = ["n1", "n2"]
         self.busy: list[str] = []
         self.killed: list[object] = []
-        free = SimpleNamespace(available_resources_per_node=self._free)
-        self._private = SimpleNamespace(state=free)
 
     def nodes(self) -> list[dict[str, Any]]:
         return [
@@ -44,7 +42,7 @@ class Ray:
             for node in self.alive
         ]
 
-    def _free(self) -> dict[str, dict[str, float]]:
+    def free(self, _: object) -> dict[str, dict[str, float]]:
         return {node: {"CPU": 2.0} for node in self.alive if node not in self.busy}
 
     def kill(self, handle: object, no_restart: bool) -> None:
@@ -52,15 +50,28 @@ class Ray:
 
 
 class Starts:
-    """Starts hosts that have no processes."""
+    """Starts hosts that have no processes, and programs that sweep when the test says so."""
+
+    def __init__(self) -> None:
+        self.sweeps: dict[str, tuple[list[int], list[str]]] = {}
+        self.answers: dict[str, dict[str, Any]] = {}
 
     def start(self, record: HostRecord, node: Node, slots: int) -> Host:
         replica = ReplicaHandle(("element", record.number), ROLE, node, 0, record.tag, "run")
         replica.actor = Actor(SimpleNamespace(), [replica])
-        return Host(record, replica, replica.actor, slots, time.monotonic())
+        return Host(record, replica, replica.actor, slots)
 
     def prepare(self, host: Host) -> dict[str, Any]:
         return {"do": "prepare"}
+
+    def sweep(self, node_id: str, swept: list[HostRecord], forgotten: list[str]) -> str:
+        self.sweeps[node_id] = [record.number for record in swept], forgotten
+        if not swept:
+            self.answers[node_id] = {"swept": [], "remaining": ""}
+        return node_id
+
+    def swept(self, node_id: str) -> dict[str, Any] | None:
+        return self.answers.pop(node_id, None)
 
 
 class Calls:
@@ -80,13 +91,20 @@ class Cluster:
 
     def __init__(self, leases: Leases, spec: ArraySpec) -> None:
         self.passed_s = 0.0
-        self.leases, self.calls, self.ray = leases, Calls(), Ray()
-        self.pool = HostPool(self.ray, spec, ID, Starts(), self.calls, leases)
+        self.leases, self.calls, self.ray, self.starts = leases, Calls(), Ray(), Starts()
         self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
         status = SimpleNamespace(write=lambda *_: None)
         requests = SimpleNamespace(find=lambda _: [])
         self.driver = ArrayDriver(
-            self.runner, spec, leases, self.pool, self.calls, status, requests
+            self.runner,
+            spec,
+            leases,
+            self.ray,
+            self.starts,
+            self.calls,
+            status,
+            requests,
+            self.ray.free,
         )
 
     def now(self) -> float:
@@ -95,18 +113,14 @@ class Cluster:
     def look(self, later_s: float = 0.0) -> None:
         """Let some seconds pass, and look."""
         self.passed_s += later_s
-        self.pool.look(self.now(), self.leases.progress.number(ElementState.WAITING))
+        self.driver.look(self.now())
 
     def on(self, node: str) -> list[Host]:
-        """The hosts on a node that run elements."""
-        hosts = self.pool.hosts.values()
-        return [host for host in hosts if host.record.node_id == node and host.slots]
+        """The hosts on a node."""
+        return [host for host in self.driver.hosts.values() if host.record.node_id == node]
 
-    def sweeper(self, node: str) -> Host:
-        (found,) = [
-            host for host in self.pool.hosts.values() if host.sweeps and host.record.node_id == node
-        ]
-        return found
+    def held(self, host: Host) -> dict[int, int]:
+        return self.leases.held(host.record.number)
 
     def tells(self, teller: Host, *reports: dict[str, Any], **report: Any) -> None:
         """Let a host report something, or several things at once."""
@@ -119,28 +133,25 @@ class Cluster:
         for host in hosts:
             self.tells(host, at="prepared")
 
-    def dies(self, host: Host) -> Host:
-        """Let a host die; the one that is to end what it has left."""
+    def dies(self, host: Host) -> None:
         self.tells(host, at="gone")
         self.look()
-        return self.sweeper(host.record.node_id)
 
-    def sweep(self, host: Host, ended: Any = (), begun: Any = ()) -> None:
-        """Let another host end what a dead one has left, and read its notes."""
-        number = host.record.number
-        sweeper = self.sweeper(host.record.node_id)
-        self.tells(sweeper, at="swept", host=number, ended=ended, begun=begun)
-        self.look()
-        if sweeper.state is HostState.LEAVING:
-            self.tells(sweeper, {"at": "left"}, {"at": "gone", "left": 0})
+    def sweep(self, *hosts: Host, ended: Any = (), begun: Any = ()) -> None:
+        """Let a program end what dead hosts have left, and read their notes."""
+        rows = [[host.record.number, ended, begun] for host in hosts]
+        answer = {"swept": rows, "remaining": ""}
+        self.starts.answers[hosts[0].record.node_id] = answer
+        for _ in range(3):  # the notes are read, and removed
+            self.look()
 
     def feed(self) -> None:
         self.driver.lease()
 
     def end_all(self, host: Host) -> None:
         """Let all elements of a host succeed, and those that it gets after them."""
-        while host.in_hand:
-            element, attempt = next(iter(host.in_hand.items()))
+        while self.held(host):
+            element, attempt = next(iter(self.held(host).items()))
             self.tells(host, at="ended", row=[element, attempt, 0, 0.01, "exit code 0"])
             self.feed()
 
@@ -183,10 +194,10 @@ class Drive:
         self._pass()
         told, self.cluster.calls.orders[:] = list(self.cluster.calls.orders), []
         for number, order in told:
-            host = self.cluster.pool.hosts.get(number)
+            host = self.cluster.driver.hosts.get(number)
             if host is not None and number not in self.stuck:
                 if order["do"] == "end":
                     self.cluster.tells(host, at="idle")
                 if order["do"] == "leave":
-                    self.cluster.tells(host, {"at": "left"}, {"at": "gone", "left": 0})
+                    self.cluster.tells(host, at="gone")
         yield from ()

@@ -7,22 +7,20 @@ from typing import Any
 import pytest
 
 from nemo_run_ray.remote.array.elements import (
-    HOSTS_FILE,
-    JOURNAL_FILE,
     LEASED,
     ArrayProgress,
     ElementPace,
     ElementState,
-    Journal,
-    file_of,
+    Leases,
+    LinesFile,
+    Record,
     read_records,
 )
-from nemo_run_ray.remote.array.hosts import Backoff, Host, HostBook, HostPool, hosts_to_start
+from nemo_run_ray.remote.array.hosts import Backoff, Host, HostState, hosts_to_start
 from nemo_run_ray.remote.hosts.calls import Died
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
-from nemo_run_ray.remote.spec import ArraySpec
-from nemo_run_ray.remote.status import NODE_DEAD_S, Reason
-from tests.unit.remote.array.pools import ID, ROLE, Calls, Cluster, Ray, Starts
+from nemo_run_ray.remote.status import JOURNAL_FILE, NODE_DEAD_S, Reason, file_of
+from tests.unit.remote.array.pools import ID, ROLE, Calls, Cluster
 
 LABELLED = ROLE._replace(label_selector={"pool": "gpu"})
 UNLABELLED = ROLE._replace(label_selector={"pool": "cpu"})
@@ -40,7 +38,11 @@ def full_disk(*_: object) -> None:
 
 def held_in_journal(tmp_path) -> dict[int, dict[int, int]]:
     """What another driver would find."""
-    return ArrayProgress(12).replay(read_records(str(tmp_path / file_of(ID, JOURNAL_FILE))))
+    progress = ArrayProgress(12)
+    for record in read_records(str(tmp_path / file_of(ID, JOURNAL_FILE))):
+        if isinstance(record, Record):
+            progress.apply(record)
+    return progress.held
 
 
 # ---------------------------------------------------------------------- where hosts are started
@@ -70,21 +72,22 @@ def test_short_elements_wait_at_their_host_and_long_ones_do_not(seconds, held):
 
 
 @pytest.mark.parametrize(
-    ("role", "nodes", "line"),
+    ("spec", "nodes", "line"),
     [
-        (ROLE, ["n1", "n2"], ""),
-        (LABELLED, ["n2"], ""),
-        (UNLABELLED, [], "the label pool=cpu; the nodes have pool=gpu; waiting for a node"),
-        (LARGE, [], "the largest node has CPU 2, it asks for 9; waiting for a node"),
+        ({"host": ROLE}, ["n1", "n2"], ""),
+        ({"host": LABELLED}, ["n2"], ""),
+        ({"host": UNLABELLED}, [], "the label pool=cpu; the nodes have pool=gpu; waiting for a no"),
+        ({"host": LARGE}, [], "the largest node has CPU 2, it asks for 9; waiting for a node"),
     ],
+    indirect=["spec"],
 )
-def test_hosts_start_where_an_element_fits_or_a_line_says_why_not(leases, capfd, role, nodes, line):
-    pool = HostPool(Ray(), ArraySpec(role, "elements"), ID, Starts(), Calls(), leases)
-    for now, is_told in ((100.0, True), (120.0, False), (131.0, True)):
-        pool.look(now, waiting=12)
-        assert sorted(host.record.node_id for host in pool.hosts.values()) == nodes
-        printed = capfd.readouterr().out
-        assert (line in printed) if is_told and line else not printed
+def test_hosts_start_where_an_element_fits_or_a_line_says_why_not(capfd, cluster, nodes, line):
+    assert sorted(host.record.node_id for host in cluster.driver.hosts.values()) == nodes
+    assert line in capfd.readouterr().out
+    cluster.look(later_s=20)
+    assert not capfd.readouterr().out
+    cluster.look(later_s=11)
+    assert line in capfd.readouterr().out
 
 
 def test_a_node_that_joins_is_used(cluster):
@@ -93,20 +96,20 @@ def test_a_node_that_joins_is_used(cluster):
     (host,) = cluster.on("n3")
     cluster.ready(host)
     cluster.feed()
-    assert len(host.in_hand) == 2
+    assert len(cluster.held(host)) == 2
 
 
 def test_a_node_is_left_alone_for_twice_as_long_each_time():
-    backoff = Backoff(300.0)
-    waits, now = [], 100.0
-    for number in range(8):
-        for _ in range(3):  # several of its hosts, by one cause
-            assert backoff.add("a", now) == number + 1
-        waits.append(backoff.wait_s("a", now))
-        now += waits[-1]
-    assert waits == [5, 10, 20, 40, 80, 160, 300, 300]
+    backoff = Backoff()
+    now = 100.0
+    for number, wait in enumerate([5, 10, 20, 40, 80, 160, 300, 300], start=1):
+        assert backoff.is_over("a", now)
+        assert backoff.add("a", now) == number
+        assert not backoff.is_over("a", now + wait - 1)
+        now += wait
+    backoff.add("a", now)
     backoff.forget("a")
-    assert backoff.wait_s("a", now - 1) == 0
+    assert backoff.is_over("a", now)
 
 
 # ---------------------------------------------------------------------- nodes that cannot
@@ -120,14 +123,6 @@ def refuses(cluster: Cluster, host: Host) -> Host:
     cluster.look(later_s=300)
     (host,) = cluster.on(host.record.node_id)
     return host
-
-
-def test_what_an_element_has_left_and_does_not_end_is_in_the_log(cluster, capfd):
-    (host,) = cluster.on("n1")
-    cluster.tells(host, at="stuck", element=3, group=77)
-    assert cluster.on("n1") == [host]
-    words = "element 3 on n1 has ended, but not what it has left, such as processes of the group 77"
-    assert words in capfd.readouterr().out
 
 
 def test_a_node_that_cannot_run_elements_is_tried_later(cluster, capfd):
@@ -150,7 +145,7 @@ def test_an_array_that_no_node_can_run_is_broken_with_the_reason(cluster, is_the
     """Also when one of two nodes had no room until now."""
     (first,), (second,) = cluster.on("n1"), cluster.on("n2")
     if not is_there:
-        del cluster.pool.hosts[second.record.number]
+        del cluster.driver.hosts[second.record.number]
     cluster.tells(first, at="unprepared", reason=NO_ROOM)
     assert cluster.driver.broken is None, "the other one may show that it works"
     cluster.look()
@@ -198,7 +193,7 @@ def test_what_never_started_has_left_nothing_and_is_no_end_on_one_node(cluster):
     (first,), (second,) = cluster.on("n1"), cluster.on("n2")
     died = Died(second.actor, "it could not be built: disk full", is_env=True)
     cluster.driver.died(died)
-    assert not cluster.pool.dead
+    assert not cluster.driver.dead
     assert cluster.driver.broken is None
     cluster.driver.died(died._replace(actor=first.actor))
     assert cluster.driver.broken[0] is Reason.RUNTIME_ENV
@@ -213,7 +208,8 @@ def test_the_disk_has_a_lease_before_a_host_hears_of_it(cluster, tmp_path, monke
 
     def order(calls: Calls, replica: object, what: dict) -> None:
         if what["do"] == "run":
-            written = {(r.element, r.attempt) for r in read_records(path) if r.kind == LEASED}
+            records = [one for one in read_records(path) if one.kind == LEASED]
+            written = {(one.element, one.attempt) for one in records}
             rows = {(element, attempt) for element, attempt, _ in what["elements"]}
             assert rows <= written
             heard.extend(rows)
@@ -224,18 +220,27 @@ def test_the_disk_has_a_lease_before_a_host_hears_of_it(cluster, tmp_path, monke
     assert sorted(heard) == [(0, 1), (1, 1)]
 
 
-def test_no_element_is_started_while_the_disk_takes_no_journal(cluster, monkeypatch, capfd):
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_no_element_is_started_until_the_disk_has_it(
+    cluster, drive, monkeypatch, capfd, is_cancelled
+):
     (host,) = cluster.on("n1")
     cluster.ready(host)
-    with monkeypatch.context() as full:
-        full.setattr(Journal, "commit", full_disk)
-        cluster.feed()
-    assert "cannot write its journal ([Errno 28] No space left" in capfd.readouterr().out
-    assert host.in_hand == {}
-    assert cluster.leases.progress.number(ElementState.WAITING) == 12
+    commit = LinesFile.commit
+
+    def fails(file: LinesFile) -> None:
+        if is_cancelled:
+            drive.cancel()
+        if is_cancelled or drive.seconds < 3:
+            full_disk()
+        commit(file)
+
+    monkeypatch.setattr(LinesFile, "commit", fails)
     cluster.feed()
+    assert "cannot write its journal ([Errno 28] No space left" in capfd.readouterr().out
     rows = [order["elements"] for _, order in cluster.calls.orders if order["do"] == "run"]
-    assert sorted(row[:2] for row in rows[0]) == [[0, 1], [1, 1]], "it has cost no attempt"
+    assert len(rows) == (not is_cancelled)
+    assert drive.seconds == (1 if is_cancelled else 3)
 
 
 def test_a_host_without_room_for_processes_gets_nothing_for_a_while(cluster):
@@ -245,37 +250,38 @@ def test_a_host_without_room_for_processes_gets_nothing_for_a_while(cluster):
     cluster.tells(host, at="handed_back", leases=[[0, 1]], reason="no room for another process")
     cluster.ready(other)
     cluster.feed()
-    assert 0 in other.in_hand
-    assert list(host.in_hand) == [1]
+    assert 0 in cluster.held(other)
+    assert list(cluster.held(host)) == [1]
     assert cluster.attempts()[0] == 1
     host.rests_until = 0.0
     cluster.feed()
-    assert len(host.in_hand) == 2
+    assert len(cluster.held(host)) == 2
 
 
 def test_what_waits_behind_a_long_element_is_handed_back_and_runs_elsewhere(cluster):
     (host,), (other,) = cluster.on("n1"), cluster.on("n2")
     cluster.ready(host)
+    cluster.ray.busy = ["n1", "n2"]
     cluster.leases.pace.measured(0.2)
     cluster.feed()
-    cluster.driver.take_back()
+    cluster.look()
     assert cluster.calls.orders[-1][1]["do"] == "run", "nothing is held up yet"
     host.heard_at -= 10
     for _ in range(2):  # it is asked once
-        cluster.driver.take_back()
+        cluster.look()
     asked = [order for order in cluster.calls.orders if order[1]["do"] == "hand_back"]
     assert asked == [(host.record.number, {"do": "hand_back", "count": 3})]
 
     cluster.tells(host, at="handed_back", leases=[[4, 1], [3, 1]])  # the third one has begun
 
-    assert sorted(host.in_hand) == [0, 1, 2]
+    assert sorted(cluster.held(host)) == [0, 1, 2]
     cluster.ready(other)
     cluster.feed()
-    assert {3, 4} <= set(other.in_hand)
-    assert sorted(host.in_hand) == [0, 1, 2], "it gets none while it is held up"
+    assert {3, 4} <= set(cluster.held(other))
+    assert sorted(cluster.held(host)) == [0, 1, 2], "it gets none while it is held up"
     cluster.tells(host, at="ended", row=row(0))
     cluster.feed()
-    assert len(host.in_hand) > 2
+    assert len(cluster.held(host)) > 2
 
 
 # ---------------------------------------------------------------------- hosts that die
@@ -287,7 +293,7 @@ def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
     cluster.ready(host)
     cluster.leases.pace.measured(0.2)
     cluster.feed()
-    assert sorted(host.in_hand) == [0, 1, 2, 3, 4]
+    assert sorted(cluster.held(host)) == [0, 1, 2, 3, 4]
     cluster.dies(host)
 
     cluster.sweep(host, ended=[row(0)], begun=[[1, 1]])
@@ -296,8 +302,8 @@ def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
     assert cluster.leases.progress.number(ElementState.WAITING) == 11
     cluster.ready(other)
     cluster.feed()
-    assert other.in_hand[1] == 2, "the attempt that had begun is not made a second time"
-    assert other.in_hand[2] == 1
+    assert cluster.held(other)[1] == 2, "the attempt that had begun is not made a second time"
+    assert cluster.held(other)[2] == 1
 
 
 def test_what_a_host_reports_after_it_was_given_up_counts_no_more(cluster):
@@ -311,7 +317,7 @@ def test_what_a_host_reports_after_it_was_given_up_counts_no_more(cluster):
     assert cluster.leases.progress.state(4) is ElementState.LEASED
     cluster.ready(other)
     cluster.feed()
-    assert 4 not in other.in_hand
+    assert 4 not in cluster.held(other)
 
 
 @pytest.mark.parametrize("spec", [{"max_in_flight": 2}], indirect=True)
@@ -322,41 +328,44 @@ def test_what_may_still_run_counts_among_those_in_flight(cluster):
     for one in (host, other):
         cluster.tells(one, at="failed", reason="it was killed")
     cluster.look(later_s=60)
-    assert [one.slots for one in cluster.pool.hosts.values()] == [0, 0], "they end what is left"
+    assert not cluster.driver.hosts
     cluster.sweep(host)
     cluster.look(later_s=60)
-    assert sum(one.slots for one in cluster.pool.hosts.values()) == 1
+    assert sum(one.slots for one in cluster.driver.hosts.values()) == 1
 
 
-def test_a_host_that_was_to_end_what_is_left_is_ended_too(cluster):
-    """When it has died itself: its process may be stopped, and nobody else knows of it."""
+def test_what_does_not_end_on_a_node_is_named_and_looked_at_again(cluster, capfd):
     (host,) = cluster.on("n1")
     cluster.ready(host)
-    sweeper = cluster.dies(host)
-    cluster.tells(sweeper, at="gone")
-    cluster.look(later_s=6)
-    assert set(cluster.sweeper("n1").sweeps) == {host.record.number, sweeper.record.number}
-    cluster.driver.died(Died(cluster.sweeper("n1").actor, "disk full", is_start=True))
-    cluster.look(later_s=11)
-    assert set(cluster.sweeper("n1").sweeps) == {host.record.number, sweeper.record.number}
+    cluster.dies(host)
+    cluster.starts.answers["n1"] = {"swept": [], "remaining": "process 7 (sleep, D)"}
+    cluster.look()
+    assert "a dead host on n1 may still run elements: process 7" in capfd.readouterr().out
+    cluster.starts.sweeps.clear()
+    cluster.look(later_s=4)
+    assert not cluster.starts.sweeps
+    cluster.look(later_s=2)
+    assert cluster.starts.sweeps["n1"] == ([host.record.number], [])
+    assert cluster.on("n1") == [], "no other host starts there meanwhile"
+    cluster.sweep(host)
+    assert cluster.starts.sweeps["n1"] == ([], [host.record.run_dir])
+    assert cluster.on("n1")
+    assert not cluster.driver.dead
 
 
-@pytest.mark.parametrize("end", ["left", "stuck", "killed"])
-def test_a_host_that_does_not_leave_is_ended_by_another_one(cluster, end):
+@pytest.mark.parametrize("end", ["gone", "stuck"])
+def test_a_host_that_does_not_leave_is_swept(cluster, end):
     (host,) = cluster.on("n1")
     cluster.ready(host)
-    cluster.leases.cancel(range(12), only_waiting=False)
+    cluster.leases.cancel([(0, 11)], only_waiting=False)
     cluster.look()
     cluster.tells(host, at="idle")
-    cluster.look()
-    assert cluster.calls.orders[-1][1]["run_dirs"] == [host.record.run_dir]
-    if end == "left":
-        cluster.tells(host, at="left")
-    if end != "stuck":
+    assert (host.state, cluster.calls.orders[-1][1]) == (HostState.LEAVING, {"do": "leave"})
+    if end == "gone":
         cluster.tells(host, at="gone")
     cluster.look(later_s=31)
     assert host.actor.handle in cluster.ray.killed
-    assert (host.record.number in cluster.pool.dead) is (end != "left")
+    assert (host.record.number in cluster.driver.dead) is (end == "stuck")
 
 
 def test_what_a_dead_node_had_waits_until_the_node_itself_has_noticed(cluster):
@@ -369,7 +378,7 @@ def test_what_a_dead_node_had_waits_until_the_node_itself_has_noticed(cluster):
     assert cluster.leases.progress.state(0) is ElementState.LEASED
     cluster.look(later_s=2)
     assert cluster.leases.progress.state(0) is ElementState.WAITING
-    assert not cluster.pool.dead
+    assert not cluster.driver.dead
 
 
 def test_a_dead_node_that_the_end_did_not_wait_for_still_has_its_elements(cluster, tmp_path):
@@ -377,20 +386,25 @@ def test_a_dead_node_that_the_end_did_not_wait_for_still_has_its_elements(cluste
     (first,), (second,) = cluster.on("n1"), cluster.on("n2")
     cluster.ready(first, second)
     cluster.feed()
+    has = sorted(cluster.held(first))
     cluster.ray.alive = ["n2"]
-    cluster.pool.end()
+    cluster.driver._stop("")
     cluster.look()
-    assert cluster.leases.progress.state(0) is ElementState.CANCELLED
+    assert first.record.number not in cluster.driver.dead
     cluster.leases.commit()
-    assert sorted(held_in_journal(tmp_path)[first.record.number]) == sorted(first.in_hand)
+    assert sorted(held_in_journal(tmp_path)[first.record.number]) == has
 
 
-def test_hosts_of_a_driver_that_was_killed_before_its_first_lease_are_ended_too(
+def test_hosts_of_a_driver_that_was_killed_before_its_first_lease_are_swept_too(
     tmp_path, spec, leases
 ):
-    HostBook(str(tmp_path / file_of(ID, HOSTS_FILE)), ID).add(["n1"])
-    assert not leases.continues
-    assert HostPool(Ray(), spec, ID, Starts(), Calls(), leases).dead
+    record = leases.add_host("n1")
+    leases.commit()
+    leases.close()
+    again = Leases(spec, str(tmp_path / "elements"), ID, str(tmp_path))
+    assert again.hosts == [record]
+    assert Cluster(again, spec).driver.dead == {0: False}
+    again.close()
 
 
 # ---------------------------------------------------------------------- how an array ends
@@ -402,7 +416,7 @@ MAY_BE_LEFT = "processes of it may be left on {}, where nothing says that all ha
 def host(cluster) -> Host:
     """A host on n1 that runs elements, all alone."""
     (other,) = cluster.on("n2")
-    del cluster.pool.hosts[other.record.number]
+    del cluster.driver.hosts[other.record.number]
     cluster.ray.alive = ["n1"]
     (found,) = cluster.on("n1")
     cluster.ready(found)
@@ -427,7 +441,7 @@ def test_a_cancelled_array_waits_for_what_a_dead_host_has_left(cluster, drive, h
 
 
 def test_a_cancelled_array_ends_though_a_process_does_not(cluster, drive, host, spec, tmp_path):
-    has = sorted(host.in_hand)
+    has = sorted(cluster.held(host))
     cluster.dies(host)
     drive.cancel()
     assert (drive.run(), drive.code) == (f"cancelled; {MAY_BE_LEFT.format('n1')}", 143)
@@ -454,7 +468,7 @@ def test_too_many_failures_end_it_though_a_process_does_not(cluster, drive, host
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_cancelled_elements_end_it_though_a_process_does_not(cluster, drive, host, is_dead):
     """Of a dead host, or of one that says nothing of them, also when it is asked to end."""
-    cluster.leases.cancel(range(12), only_waiting=False)
+    cluster.leases.cancel([(0, 11)], only_waiting=False)
     if is_dead:
         cluster.dies(host)
     drive.stuck.add(host.record.number)
@@ -473,8 +487,7 @@ def test_a_node_that_dies_meanwhile_is_named_as_dead(cluster, drive, host):
 
 def test_a_cancel_while_the_heads_disk_is_full_says_so(cluster, drive, host, monkeypatch, capfd):
     cluster.end_all(host)
-    cluster.tells(host, at="idle")
-    monkeypatch.setattr(cluster.leases._journal, "commit", full_disk)
+    monkeypatch.setattr(LinesFile, "commit", full_disk)
     drive.later[20] = drive.cancel
     drive.run()
     assert drive.code == 143

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import shutil
@@ -20,7 +19,9 @@ import psutil
 import pytest
 
 from nemo_run_ray import array
+from nemo_run_ray.remote.array import notes as notes_module
 from nemo_run_ray.remote.array.elements_file import ENV, FIELD
+from nemo_run_ray.remote.hosts.relay import PROGRAM
 from nemo_run_ray.remote.node.rundir import JOBS
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec
 from tests import array_tasks, array_with_thread
@@ -70,20 +71,16 @@ class Host(Relayed):
         """The next element that ends: its index, attempt and exit code."""
         return list(self.until("ended", within_s)["row"][:3])
 
-    def sweep(self, *others: Host) -> None:
-        hosts = [[number, other.tag, other.run_dir] for number, other in enumerate(others)]
-        self.order({"do": "sweep", "hosts": hosts})
-
     def elements(self) -> set[int]:
         """The processes of its elements."""
         return holding(f"NEMO_RUN_RAY_TAG={self.tag}", "environ")
 
-    def keepers(self) -> tuple[int, int]:
-        """Its own process, and the guard of it."""
+    def supervisors(self) -> tuple[int, int]:
+        """Its own process, and the watchdog of it."""
         found = holding(f"NEMO_RUN_RAY_SUPERVISOR={self.tag}", "environ")
-        (guard,) = [pid for pid in found if psutil.Process(pid).name() == "nrr-watchdog"]
-        (host,) = found - {guard}
-        return host, guard
+        (watchdog,) = [pid for pid in found if psutil.Process(pid).name() == "nrr-watchdog"]
+        (host,) = found - {watchdog}
+        return host, watchdog
 
 
 @pytest.fixture
@@ -135,24 +132,18 @@ def test_no_more_run_at_a_time_than_there_are_slots(host, tmp_path):
     assert host.elements() == set()
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_it_is_known_whether_a_host_has_left(host, is_killed):
+def test_a_host_that_leaves_removes_its_notes_and_folders(host):
     host.shell("true")
     (notes,) = host.root.parent.glob("*.notes")
-    process, _ = host.keepers()
-    os.kill(process, signal.SIGSTOP)
-    host.order({"do": "leave", "run_dirs": [host.run_dir]})
-    os.kill(process, signal.SIGKILL if is_killed else signal.SIGCONT)
+    host.order({"do": "leave"})
     host.until("gone")
-    assert ("left" in host.kinds()) is not is_killed
-    assert notes.exists() is is_killed
+    assert not notes.exists()
     assert not host.root.exists()
-    notes.unlink(missing_ok=True)
 
 
 def test_a_run_directory_that_is_to_be_kept_stays_when_the_host_leaves(host):
     host.shell("true", keep_run_dir=True)
-    host.order({"do": "leave", "run_dirs": [host.run_dir]})
+    host.order({"do": "leave"})
     host.until("gone")
     assert host.root.exists()
     shutil.rmtree(host.root)
@@ -196,79 +187,85 @@ def _begin_three(host: Host, tmp_path: Path) -> None:
     wait((tmp_path / "1").exists)
 
 
-@pytest.mark.parametrize("stopped", ["host", "host and guard", "guard"])
-def test_a_stopped_host_starts_nothing_and_notes_nothing_once_it_is_swept(make, tmp_path, stopped):
-    dead, other = make(), make()
+def sweep(package: Path, *hosts: Host, forget: bool = False) -> dict[str, Any]:
+    """Run the program that ends what dead hosts have left; its answer."""
+    rows = [] if forget else [[number, one.tag, one.run_dir] for number, one in enumerate(hosts)]
+    request = {"sweep": rows, "forget": [one.run_dir for one in hosts] if forget else []}
+    module = "nemo_run_ray_remote.array.notes"
+    words = [sys.executable, "-I", "-c", PROGRAM, str(package), "", "", module]
+    done = subprocess.run(
+        words, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=True
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.parametrize("stopped", ["host", "host and watchdog", "watchdog"])
+def test_a_stopped_host_starts_nothing_and_notes_nothing_once_it_is_swept(
+    make, package, tmp_path, stopped
+):
+    dead = make()
     _begin_three(dead, tmp_path)
-    host, guard = dead.keepers()
-    for pid, name in ((host, "host"), (guard, "guard")):
+    host, watchdog = dead.supervisors()
+    for pid, name in ((host, "host"), (watchdog, "watchdog")):
         if name in stopped:
             os.kill(pid, signal.SIGSTOP)
     dead.run(2)
 
-    other.sweep(dead)
-    report = other.until("swept", within_s=20)
+    answer = sweep(package, dead)
 
-    assert [row[:3] for row in report["ended"]] == [[0, 1, 0]]
-    assert report["begun"] == [[1, 1]]
+    ((number, ended, begun),) = answer["swept"]
+    assert (number, [row[:3] for row in ended], begun) == (0, [[0, 1, 0]], [[1, 1]])
     assert not holding(dead.tag, "environ")
     time.sleep(0.3)
     assert not (tmp_path / "2").exists()
     assert not dead.root.exists()
+    sweep(package, dead, forget=True)
+    assert not list(dead.root.parent.glob("*.notes"))
 
 
-def test_what_has_lost_its_mark_is_ended_by_the_guard(make, tmp_path):
-    dead, other = make(), make()
+def test_what_has_lost_its_mark_is_ended_by_the_watchdog(make, package, tmp_path):
+    dead = make()
     hides = f"setsid env -i sh -c 'echo $$ > {tmp_path}/pid; sleep 1000'"
     dead.shell(f"{hides} & sleep 1000")
     dead.run(0)
     wait(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    os.kill(dead.keepers()[0], signal.SIGSTOP)
+    os.kill(dead.supervisors()[0], signal.SIGSTOP)
 
-    other.sweep(dead)
+    assert sweep(package, dead)["swept"] == [[0, [], [[0, 1]]]]
 
-    assert other.until("swept", within_s=20)["ended"] == []
     assert is_zombie(int((tmp_path / "pid").read_text()))
 
 
-def test_a_host_whose_notes_are_torn_tells_the_others(make, tmp_path):
-    dead, other = make(), make()
+def test_notes_that_are_torn_are_read_as_far_as_they_are_whole(make, package, tmp_path):
+    dead = make()
     _begin_three(dead, tmp_path)
     (notes,) = dead.root.parent.glob("*~host-0.notes")
     with notes.open("a") as file:
         file.write('[5, 1, 0\n[6, 1, 0, 0.1, "exit code 0"]\n[7, 1')
-    os.kill(dead.keepers()[0], signal.SIGKILL)
+    os.kill(dead.supervisors()[0], signal.SIGKILL)
 
-    other.sweep(dead)
+    ((_, ended, begun),) = sweep(package, dead)["swept"]
 
-    report = other.until("swept", within_s=20)
-    assert [row[0] for row in report["ended"]] == [0, 6]
-    assert report["begun"] == [[1, 1]]
-    other.order({"do": "leave", "run_dirs": [dead.run_dir]})
-    wait(lambda: not notes.exists())
+    assert [row[0] for row in ended] == [0, 6]
+    assert begun == [[1, 1]]
+    notes.unlink()
 
 
-def test_what_does_not_end_is_named(relays, tag, monkeypatch):
-    hosts = importlib.import_module("nemo_run_ray_remote.array.host")
-    monkeypatch.setattr(hosts, "kill", lambda pid, number: None)  # as if the kernel had it
-    environment = {**os.environ, "NEMO_RUN_RAY_TAG": tag}
-    process = psutil.Popen(["sleep", "1000"], env=environment)
+def test_what_does_not_end_is_named(tag, monkeypatch):
+    monkeypatch.setattr(notes_module, "kill", lambda pid, number: None)  # as if the kernel had it
+    monkeypatch.setattr(notes_module, "_TELL_S", 0.5)
+    process = psutil.Popen(["sleep", "1000"], env={**os.environ, "NEMO_RUN_RAY_TAG": tag})
     try:
-        sweeping = hosts.Sweeping(0.0, 4, tag, "nowhere")
-        assert sweeping.step(1.0) is None
-        report = sweeping.step(31.0)
-        assert (report["kind"], report["host"]) == ("unswept", 4)
-        assert report["processes"] == f"process {process.pid} (sleep, S (sleeping))"
-        assert sweeping.step(32.0) is None
+        assert notes_module._end_all([tag]) == f"process {process.pid} (sleep, S (sleeping))"
     finally:
         process.kill()
         process.wait()
-    assert sweeping.step(33.0) is None
-    assert sweeping.step(33.1) == {"kind": "swept", "host": 4, "ended": [], "begun": []}
+    assert notes_module._end_all([tag]) == ""
 
 
 def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
-    notes = importlib.import_module("nemo_run_ray_remote.array.host")
+    notes = notes_module
     folder = temporary / f"nemo_run_{os.getuid()}"
     folder.mkdir()
     own = notes.Notes("host")
@@ -284,32 +281,13 @@ def test_notes_outlive_a_full_disk(relays, temporary, monkeypatch):
     assert not folder.exists()
 
 
-def test_notes_are_found_where_the_host_had_its_folder_for_temporary_files(
-    relays, temporary, monkeypatch, tmp_path
-):
-    notes = importlib.import_module("nemo_run_ray_remote.array.host")
-    folder = temporary / f"nemo_run_{os.getuid()}"
-    (folder / "host").mkdir(parents=True)
-    notes.Notes("host").add([0, 1, 0])
-    monkeypatch.setenv("TEMP", os.environ["TMPDIR"])
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(notes.command.tempfile, "tempdir", None)
-    sweeping = notes.Sweeping(0.0, 4, "no such tag", "host")
-    assert sweeping.step(0.1) is None
-    assert sweeping.step(0.2)["ended"] == [[0, 1, 0]]
-    assert not (folder / "host").exists()
-    notes.forget("host")
-    assert not folder.exists()
-
-
 def test_notes_of_many_elements_are_read_at_once(relays, temporary):
-    notes = importlib.import_module("nemo_run_ray_remote.array.host")
     folder = temporary / f"nemo_run_{os.getuid()}"
     folder.mkdir()
     rows = [row for index in range(20_000) for row in ([index, 1], [index, 1, 0])]
     (folder / "host.notes").write_text("".join(f"{row}\n" for row in rows))
     began = time.process_time()
-    ended, begun = notes.read_notes("host")
+    ended, begun = notes_module.read_notes("host")
     assert (len(ended), begun) == (20_000, [])
     assert time.process_time() - began < 1
 
@@ -351,7 +329,7 @@ def _warm(host: Host) -> set[int]:
     for pid in host.elements():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if process.ppid() == host.keepers()[0] and "serve" in process.cmdline():
+            if process.ppid() == host.supervisors()[0] and "serve" in process.cmdline():
                 found.add(pid)
     return found
 
@@ -395,8 +373,8 @@ for element, words in enumerate(("exit 0", "exit 3", "kill -9 $$")):
     pid = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", words)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     made._running.append(RunningElement(Order(Lease(element, 1), []), 0, pid))
-host._collect(are_killed=True)
-host._collect(are_killed=True)
+host._collect()
+host._collect()
 print(json.dumps(notes))
 """
 

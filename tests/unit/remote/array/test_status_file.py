@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 from nemo_run_ray.remote.array import status
-from nemo_run_ray.remote.array.elements import ArrayProgress
+from nemo_run_ray.remote.array.elements import ENDED, ArrayProgress
 from nemo_run_ray.remote.array.status import StatusFile
 from nemo_run_ray.remote.spec import status_file_name
 
@@ -20,9 +20,10 @@ def test_the_progress_is_told_now_and_then(tmp_path, monkeypatch, capfd):
     progress = ArrayProgress(4)
     for ended, words in ((0, ""), (2, "2 of 4 elements are over, 1 failed; 0.067 elements/s")):
         for index in range(ended):
-            lease = progress.take()
+            lease = progress.next_lease(0)
             assert lease is not None
-            progress.ended(lease, index, "exit code 1" if index else "")
+            progress.apply(lease)
+            progress.apply(lease._replace(kind=ENDED, code=index), "exit code 1")
         file.write(progress, 0)
         assert words in capfd.readouterr().out
         now += 30.0

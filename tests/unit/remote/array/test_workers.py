@@ -86,7 +86,7 @@ def test_a_program_that_is_not_there_is_the_elements_failure(launcher, place):
 
 @pytest.mark.parametrize("something_runs", [False, True])
 def test_what_waits_on_a_host_that_is_full_is_for_others(launcher, monkeypatch, something_runs):
-    """Where nothing runs it is tried for a while; then what waits is handed back first."""
+    """Where nothing runs that may end, none can begin."""
     refused = NoRoomOnNode("node n1 has no room for another process: x")
 
     def start(order: Order) -> None:
@@ -100,11 +100,6 @@ def test_what_waits_on_a_host_that_is_full_is_for_others(launcher, monkeypatch, 
     elements.add([[0, 1, []]])
     if something_runs:
         elements._running.append(RunningElement(Order(Lease(5, 1), []), 0, 7))
-    else:
-        elements.step(set())
-        assert reports == [], "it is tried again for a while"
-        monkeypatch.setattr(host_module, "_FULL_S", 0.0)
-        elements._start_at = 0.0
     elements.step(set())
     handed_back = ("handed_back", {"leases": [(0, 1)], "reason": str(refused)})
     refusal = ("unprepared", {"reason": str(refused)})
@@ -165,18 +160,6 @@ def test_what_was_cancelled_before_a_fork_has_begun_is_not_asked_for_again(launc
     elements.step(set())
     assert reports == [("ended", [0, 1, 143])]
     assert [order.lease for order in elements._waiting] == [Lease(1, 1)]
-
-
-def test_what_an_element_has_left_and_does_not_end_is_named_once(launcher, monkeypatch):
-    reports: list[tuple[str, dict[str, object]]] = []
-    channel = SimpleNamespace(report=lambda kind, **values: reports.append((kind, values)))
-    elements = RunningElements(launcher, SimpleNamespace(add=lambda row: None), channel, 1.0)
-    monkeypatch.setattr(elements._orphans, "look", lambda *_: None)
-    monkeypatch.setattr(elements._orphans, "has", lambda lease: True)
-    elements._running.append(RunningElement(FIRST, 0, 7, code=0))
-    for now, told in ((100.0, 0), (130.9, 0), (131.0, 1), (200.0, 1)):
-        elements._end_what_is_over(now)
-        assert reports == [("stuck", {"element": 0, "group": 7})] * told
 
 
 def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):

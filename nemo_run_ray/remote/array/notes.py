@@ -1,0 +1,125 @@
+"""The notes of an element host beside its run directory, and the program that reads them.
+
+When a host has died, another process on its node ends what it has left and prints its notes::
+
+    {"sweep": [[number, tag, run_dir], ...], "forget": [run_dir, ...]}      on standard input
+    {"swept": [[number, ended, begun], ...], "remaining": "process 7 (…)"}  on standard output
+
+What is to be forgotten the driver has written down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any, List, Sequence, Set, Tuple
+
+from ..files import open_own
+from ..node import command
+from ..node.rundir import RunDir, run_dirs
+from ..node.supervise import ROUND_S, SUPERVISOR_TAG, TAG, is_watchdog, kill, marked
+
+#: Seconds until it is said that a process does not end.
+_TELL_S = 30.0
+#: Looks in a row that must find nothing: a process can be made while another look is on.
+_CLEAN_LOOKS = 2
+
+
+class Notes:
+    """The notes of one host, in a file beside its run directory: what has begun, what has ended.
+
+    Args:
+        run_dir: name of the run directory, which must be there.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self._fd = open_own(_path(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._is_torn = False  # the last line may have no end
+
+    def add(self, row: Sequence[Any]) -> None:
+        """Note that an element is about to begin (index, attempt), or how it has ended."""
+        data = ("\n" if self._is_torn else "").encode() + json.dumps(row).encode() + b"\n"
+        self._is_torn = True
+        with suppress(OSError):  # a full disk: an end is reported all the same
+            self._is_torn = os.write(self._fd, data) != len(data)
+
+
+def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
+    """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
+    ended: List[List[Any]] = []
+    begun: List[List[int]] = []
+    with suppress(FileNotFoundError), open(_path(run_dir), encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError):  # a full disk, or the host's death, has torn it
+                row = json.loads(line)
+                (ended if len(row) > 2 else begun).append(row)
+    over = {tuple(row[:2]) for row in ended}
+    return ended, [lease for lease in begun if tuple(lease) not in over]
+
+
+def forget(run_dir: str) -> None:
+    """Remove the notes of a host: the driver has written down what they say."""
+    with suppress(FileNotFoundError):
+        os.remove(_path(run_dir))
+    with suppress(OSError):  # other jobs are in it
+        os.rmdir(run_dirs(command.tmpdir()))
+
+
+def _path(run_dir: str) -> str:
+    return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.notes")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Sweep, as the module's text says."""
+    command.restore_tmpdir()
+    request = json.load(sys.stdin)
+    for run_dir in request["forget"]:
+        forget(run_dir)
+    remaining = _end_all([tag for _, tag, _ in request["sweep"]])
+    swept = []
+    for number, _, run_dir in [] if remaining else request["sweep"]:
+        swept.append([number, *read_notes(run_dir)])
+        RunDir(run_dir, base=run_dirs(command.tmpdir())).remove()
+    print(json.dumps({"swept": swept, "remaining": remaining}))
+
+
+def _end_all(tags: Sequence[str]) -> str:
+    """End what dead hosts have left; the processes that do not end, in words.
+
+    A host's own process is killed first: one that was only stopped could start another element
+    later, or note ends that this causes. Its watchdog then kills what is below it, also what has lost
+    its mark, and last comes what carries the host's tag.
+    """
+    until = time.monotonic() + _TELL_S
+    clean_looks = 0
+    pids: Set[int] = set()
+    while tags and clean_looks < _CLEAN_LOOKS:
+        pids = set()
+        for tag in tags:
+            found = marked(f"{SUPERVISOR_TAG}={tag}".encode())
+            watchdogs = [pid for pid in found if is_watchdog(pid)]
+            found = [pid for pid in found if pid not in watchdogs]
+            found = found or marked(f"{TAG}={tag}".encode())
+            for pid in found:
+                kill(pid, signal.SIGKILL)
+            for pid in watchdogs:
+                kill(pid, signal.SIGCONT)
+            pids |= {*watchdogs, *found}
+        if pids and time.monotonic() >= until:
+            break
+        clean_looks = 0 if pids else clean_looks + 1
+        time.sleep(ROUND_S)
+    return ", ".join(map(_describe, sorted(pids)))
+
+
+def _describe(pid: int) -> str:
+    """A process as an administrator looks for it."""
+    fields = {}
+    with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    name, state = (fields.get(key, "?").strip() for key in ("Name", "State"))
+    return f"process {pid} ({os.path.basename(name)}, {state})"
