@@ -91,8 +91,8 @@ def _end_all(tags: Sequence[str]) -> str:
     """End what dead hosts have left; the processes that do not end, in words.
 
     A host's own process is killed first: one that was only stopped could start another element
-    later, or note ends that this causes. Its watchdog then kills what is below it, also what has lost
-    its mark, and last comes what carries the host's tag.
+    later, or note ends that this causes. Its watchdog then kills what is below it, also what has
+    lost its mark, and last comes what carries the host's tag.
     """
     until = time.monotonic() + _TELL_S
     clean_looks = 0
