@@ -511,7 +511,7 @@ class Leases:
             reason = f"{self._elements[element][0]}: {reason}"
         if not self._note(Record(element, ENDED, host, attempt, code), reason):
             return False
-        if len(row) > 5 and row[5] is not None:
+        if len(row) > 5:
             self._results.add([element, row[5]])
         state = self.progress.state(element)
         if state is not ElementState.CANCELLED:

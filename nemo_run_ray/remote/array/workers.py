@@ -1,4 +1,4 @@
-"""Starts the elements of a host in its slots: commands, forked processes, new interpreters."""
+"""What runs in the slots of a host: elements, and the process that forks them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from ..hosts.workspace import Workspace
 from ..node.output import CHUNK_BYTES, Lines
 from ..node.supervise import describe_exit, explain_start, kill
 from .elements import LOST_CODE, Lease
-from .elements_file import Target, applied
 from .fork_server import PACKET_MAX
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Variables of every element: its index, from 0, which attempt it is, from 1, and their number.
-INDEX, ATTEMPT, SIZE = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT", "NEMO_RUN_ARRAY_SIZE"
 #: Characters of one element's output that are passed on.
 OUTPUT_MAX = 16 * 2**20
 #: Characters of its last line that explain a failure.
@@ -34,38 +31,19 @@ PROGRAM = os.path.join(os.path.dirname(__file__), "fork_server.py")
 _FALSE_STARTS_MAX = 5
 
 
-class Slots:
-    """The free slots of a host.
-
-    Args:
-        count: of all slots.
-        gpus: of one element; a part is a share of a GPU that several slots use.
-    """
-
-    def __init__(self, count: int, gpus: float) -> None:
-        self._free: List[int] = list(range(count - 1, -1, -1))
-        self._gpus = gpus
-        visible = os.environ.get(_VISIBLE, "")
-        self._devices = visible.split(",") if visible else []
-
-    @property
-    def is_free(self) -> bool:
-        return bool(self._free)
-
-    def take(self) -> Tuple[int, Dict[str, str]]:
-        """A free slot, and the variables of its element."""
-        slot = self._free.pop()
-        if not self._gpus or not self._devices:
-            return slot, {}
-        if self._gpus < 1:
-            devices = [self._devices[int(slot * self._gpus + 1e-6) % len(self._devices)]]
-        else:
-            each = int(self._gpus)
-            devices = self._devices[slot * each : (slot + 1) * each]
-        return slot, {_VISIBLE: ",".join(devices)}
-
-    def give_back(self, slot: int) -> None:
-        self._free.append(slot)
+def slots_of(count: int, gpus: float) -> List[Dict[str, str]]:
+    """The variables of each slot: the GPUs that it has, or the one of which it has a part."""
+    devices = os.environ.get(_VISIBLE, "").split(",")
+    if not gpus or devices == [""]:
+        return [{} for _ in range(count)]
+    each = int(gpus)
+    shares = (
+        devices[slot * each : (slot + 1) * each]
+        if each
+        else [devices[int(slot * gpus + 1e-6) % len(devices)]]
+        for slot in range(count)
+    )
+    return [{_VISIBLE: ",".join(share)} for share in shares]
 
 
 class Order(NamedTuple):
@@ -80,33 +58,44 @@ class RunningElement:
 
     Args:
         order: the driver's.
-        slot: its number.
-        pid: of its first process; ``None`` until a fork has begun.
+        slot: the variables of its slot.
+
+    Attributes:
+        pid: of its first process; ``None`` until that has begun.
         fd: the read end of its output; ``None`` after the output's end.
-        code: its exit code, when it could not be started.
-        reason: why it could not be started.
+        code: its exit code.
+        is_lost: it has ended, and its exit code went to a process that was killed.
     """
 
-    def __init__(
-        self,
-        order: Order,
-        slot: int,
-        pid: Optional[int] = None,
-        fd: Optional[int] = None,
-        code: Optional[int] = None,
-        reason: str = "",
-    ) -> None:
+    def __init__(self, order: Order, slot: Dict[str, str]) -> None:
         self.order, self.slot = order, slot
-        self.pid, self.fd = pid, fd
-        self.code, self.reason = code, reason
+        self.pid: Optional[int] = None
+        self.fd: Optional[int] = None
+        self.code: Optional[int] = None
         self.seconds = 0.0
-        #: It has ended, and its exit code went to a process that was killed.
         self.is_lost = False
+        self._reason = ""  # why it could not be started
         self._kill_at: Optional[float] = None
         self._began = time.monotonic()
         self._lines = Lines()
         self._passed_on = 0
         self._last = ""
+
+    def start(self, words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        """Start its command; one that cannot be started has ended.
+
+        Raises:
+            OSError: the node has no room for another process.
+        """
+        self.fd, write_end = os.pipe()
+        try:
+            self.pid = _start(words, env, cwd, write_end)
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in _NO_ROOM:
+                raise
+            self.code, self._reason = explain_start(words, env, cwd, error)
+        finally:
+            os.close(write_end)
 
     @property
     def lease(self) -> Lease:
@@ -154,7 +143,7 @@ class RunningElement:
 
     def why(self) -> str:
         """Its end in words, with the last line of its output when it has failed."""
-        reason = self.reason or describe_exit(self.code or 0)
+        reason = self._reason or describe_exit(self.code or 0)
         return f"{reason}: {self._last[:_LAST_MAX]}" if self.code and self._last else reason
 
     def _signal(self, number: int) -> None:
@@ -172,14 +161,6 @@ class RunningElement:
         if left < 0:
             return ""
         return f"{text[:left]}\nnemo_run_ray: no more of its output is passed on\n"
-
-
-class NoRoomOnNode(Exception):
-    """The node has no room for another process now; the message says so with the reason."""
-
-
-class CannotPrepare(Exception):
-    """The configuration cannot be imported on this node; the message says why."""
 
 
 class ForkServer:
@@ -273,20 +254,19 @@ class ForkServer:
         self._channel.close()
         return unstarted[::-1]
 
-    def restart(self, code: int) -> None:
+    def restart(self, code: int) -> str:
         """Start another process in the place of one that has died with an exit code.
 
-        Raises:
-            CannotPrepare: it fails at its imports, or is killed again and again before an element
-                has begun.
+        Returns:
+            Why not: it fails at its imports, or is killed again and again before an element has
+            begun.
         """
         self._false_starts += 1
         if not (code > 128 or self.is_ready) or self._false_starts > _FALSE_STARTS_MAX:
-            raise CannotPrepare(self._why(code))
-        try:
-            self._start()
-        except OSError as error:
-            raise CannotPrepare(f"its process cannot be started again: {error}") from error
+            with open(self._log, encoding="utf-8", errors="replace") as file:
+                return file.read()[-4000:].strip() or f"its process ended with exit code {code}"
+        self._start()
+        return ""
 
     def stop(self) -> None:
         """End the process; those that it has forked continue."""
@@ -299,131 +279,14 @@ class ForkServer:
         self._channel.setblocking(False)
         argv = ["python", PROGRAM, "serve", self._elements, str(theirs.fileno())]
         with theirs, open(self._log, "ab") as output:
-            self.pid = _start(self._place.command(argv, {}), output.fileno(), [theirs.fileno()])
-
-    def _why(self, code: int) -> str:
-        text = ""
-        with suppress(OSError), open(self._log, encoding="utf-8", errors="replace") as file:
-            text = file.read()[-4000:].strip()
-        return text or f"its process ended with exit code {code}"
-
-
-class Launcher:
-    """Starts the elements of a host.
-
-    Args:
-        place: the host's.
-        order: the driver's, to prepare.
-
-    Attributes:
-        slots: of the host.
-        fork_server: the process that forks elements, if one does.
-
-    Raises:
-        OSError: the interpreter cannot be started.
-    """
-
-    def __init__(self, place: Workspace, order: Mapping[str, Any]) -> None:
-        self._place = place
-        self._targets = [Target(*target) for target in order["targets"]]
-        self._runs: str = order["runs"]
-        self._count: int = order["count"]
-        self._elements = os.path.join(place.root, "nemo_run", order["elements"])
-        self.slots = Slots(order["slots"], order["gpus"])
-        self.fork_server: Optional[ForkServer] = None
-        if self._runs == "fork":
-            self.fork_server = ForkServer(place, self._elements)
-
-    @property
-    def can_start(self) -> bool:
-        """Whether an element can be started now."""
-        return self.slots.is_free and (self.fork_server is None or self.fork_server.is_ready)
-
-    def start(self, order: Order) -> Optional[RunningElement]:
-        """Start an element in a free slot; it has ended already when it cannot be started.
-
-        Returns:
-            ``None`` when the fork server does not take it now.
-
-        Raises:
-            NoRoomOnNode: it can be started later, or on another node.
-        """
-        slot, variables = self.slots.take()
-        element = None
-        try:
-            element = self._start(order, slot, variables)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            raise NoRoomOnNode(no_room(str(error.strerror))) from error
-        finally:
-            if element is None:
-                self.slots.give_back(slot)
-        return element
-
-    def _start(
-        self, order: Order, slot: int, variables: Mapping[str, str]
-    ) -> Optional[RunningElement]:
-        lease, place = order.lease, self._place
-        numbers = {INDEX: lease.element, ATTEMPT: lease.attempt, SIZE: self._count}
-        env = {**variables, **{name: str(number) for name, number in numbers.items()}}
-        argv = place.role.task.argv if self._runs == "command" else []
-        task = applied(self._targets, order.values, argv, env)
-        if task.argv:
-            return self._start_command(order, slot, task.argv, task.env)
-        message = {"fields": task.fields, "template": task.template, "result": self._result(lease)}
-        if self.fork_server is None:
-            argv = ["python", PROGRAM, "once", self._elements, json.dumps(message)]
-            return self._start_command(order, slot, argv, task.env)
-        element = RunningElement(order, slot)
-        message["env"] = place.variables(task.env)
-        return element if self.fork_server.ask(element, message) else None
-
-    def _start_command(
-        self, order: Order, slot: int, argv: Sequence[str], env: Dict[str, str]
-    ) -> RunningElement:
-        command = self._place.command(argv, env)
-        read_end, write_end = os.pipe()  # ours: what follows the start of a process must not fail
-        try:
-            return RunningElement(order, slot, _start(command, write_end), read_end)
-        except (OSError, ValueError) as error:
-            os.close(read_end)
-            if getattr(error, "errno", None) in _NO_ROOM:
-                raise
-            return RunningElement(order, slot, None, None, *explain_start(*command, error))
-        finally:
-            os.close(write_end)
-
-    def row_of(self, element: RunningElement) -> List[Any]:
-        """The row of an element that has ended, for notes and reports; its slot is free again."""
-        self.slots.give_back(element.slot)
-        row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
-        if self._runs != "command":
-            result = _take_json(self._result(element.lease))
-            row.append(result if element.code == 0 else None)
-        return row
-
-    def stop_forking(self) -> None:
-        """Let each further element have an interpreter of its own."""
-        if self.fork_server is not None:
-            self.fork_server.stop()
-            self.fork_server = None
-
-    def _result(self, lease: Lease) -> str:
-        """The file in which an element leaves its result."""
-        return os.path.join(self._place.root, f"result-{lease.element}")
-
-
-def no_room(reason: str) -> str:
-    """A node without room for a process, in words."""
-    return f"node {socket.gethostname()} has no room for another process: {reason}"
+            command = self._place.command(argv, {})
+            self.pid = _start(*command, output.fileno(), [theirs.fileno()])
 
 
 def _start(
-    command: Tuple[Sequence[str], Mapping[str, str], str], output: int, fds: Sequence[int] = ()
+    words: Sequence[str], env: Mapping[str, str], cwd: str, output: int, fds: Sequence[int] = ()
 ) -> int:
     """Start a command in a session of its own; its process id."""
-    words, env, cwd = command
     # Without a function between fork and exec, Python uses vfork, which is quicker.
     process = subprocess.Popen(
         words,
@@ -437,14 +300,3 @@ def _start(
     )
     process.returncode = 0  # the host's loop collects it; the object must not
     return process.pid
-
-
-def _take_json(path: str) -> Any:
-    """The value in a file, which is removed; ``None`` when there is none."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError):
-        return None
-    os.remove(path)
-    return value

@@ -357,25 +357,20 @@ _LATE = """
 import json, os, socket
 from types import SimpleNamespace
 from nemo_run_ray.remote.array.elements import Lease
-from nemo_run_ray.remote.array.host import HostProcess, RunningElements
+from nemo_run_ray.remote.array.host import HostProcess
 from nemo_run_ray.remote.array.workers import Order, RunningElement
 
 notes = []
-made = RunningElements(
-    SimpleNamespace(row_of=lambda one: [*one.lease, one.code], fork_server=None),
-    SimpleNamespace(add=notes.append),
-    SimpleNamespace(report=lambda *_, **__: None),
-    grace_s=1.0,
-)
 host = HostProcess(socket.socketpair()[0], "")
-host._elements = made
-for element, words in enumerate(("exit 0", "exit 3", "kill -9 $$")):
+host._notes, host._place = SimpleNamespace(add=notes.append), SimpleNamespace(root="/nowhere")
+for index, words in enumerate(("exit 0", "exit 3", "kill -9 $$")):
     pid = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", words)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    made._running.append(RunningElement(Order(Lease(element, 1), []), 0, pid))
-host._collect()
-host._collect()
-print(json.dumps(notes))
+    host._running.append(RunningElement(Order(Lease(index, 1), []), {}))
+    host._running[-1].pid = pid
+host.note_ends()
+host.note_ends()
+print(json.dumps([row[:3] for row in notes]))
 """
 
 

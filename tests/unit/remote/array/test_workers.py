@@ -8,21 +8,15 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from nemo_run_ray.remote.array import host as host_module
 from nemo_run_ray.remote.array.elements import Lease
-from nemo_run_ray.remote.array.host import Orphans, RunningElements
-from nemo_run_ray.remote.array.workers import (
-    ForkServer,
-    Launcher,
-    NoRoomOnNode,
-    Order,
-    RunningElement,
-    Slots,
-)
+from nemo_run_ray.remote.array.host import HostProcess, Orphans
+from nemo_run_ray.remote.array.workers import ForkServer, Order, RunningElement, slots_of
 
 FIRST = Order(Lease(0, 1), [])
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -41,86 +35,93 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 )
 def test_each_slot_has_gpus_of_its_own_or_a_share_of_one(monkeypatch, devices, count, gpus, found):
     monkeypatch.setenv(VISIBLE, devices)
-    slots = Slots(count, gpus)
-    taken = [slots.take() for _ in range(count)]
-    assert [variables.get(VISIBLE) for _, variables in taken] == found
-    assert not slots.is_free
-    slots.give_back(taken[-1][0])
-    assert slots.take() == taken[-1]
+    assert [slot.get(VISIBLE) for slot in slots_of(count, gpus)] == found
+
+
+class Reports:
+    """Keeps what a host reports."""
+
+    is_full = False
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, object]] = []
+
+    def report(self, kind: str, **values: object) -> None:
+        self.rows.append((kind, values))
 
 
 @pytest.fixture
-def place(tmp_path) -> SimpleNamespace:
-    role = SimpleNamespace(task=SimpleNamespace(argv=["true"]))
-    command = lambda argv, env: (list(argv), dict(env), "/")  # noqa: E731
-    return SimpleNamespace(role=role, command=command, root=str(tmp_path))
+def host(tmp_path, monkeypatch) -> Iterator[HostProcess]:
+    """A host with one slot that runs commands."""
+    ours, theirs = socket.socketpair()
+    made = HostProcess(ours, "")
+    made._channel = Reports()
+    made._notes, made._grace_s, made._slots = SimpleNamespace(add=lambda row: None), 1.0, [{}]
+    made._order = {"targets": [], "runs": "command", "count": 2, "elements": "x"}
+    made._place = SimpleNamespace(
+        role=SimpleNamespace(task=SimpleNamespace(argv=["true"])),
+        command=lambda argv, env: (list(argv), dict(env), "/"),
+        root=str(tmp_path),
+    )
+    monkeypatch.setattr(host_module, "collect", list)
+    yield made
+    ours.close()
+    theirs.close()
 
 
-@pytest.fixture
-def launcher(place) -> Launcher:
-    """Of commands, with one slot."""
-    order = {"targets": [], "runs": "command", "count": 2, "elements": "x", "slots": 1, "gpus": 0}
-    return Launcher(place, order)
+def waiting(host: HostProcess, *elements: int) -> None:
+    host._obey({"do": "run", "elements": [[element, 1, []] for element in elements]})
 
 
+def running(host: HostProcess, element: int) -> RunningElement:
+    host._running.append(RunningElement(Order(Lease(element, 1), []), {}))
+    return host._running[-1]
+
+
+@pytest.mark.parametrize("something_runs", [False, True])
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
-def test_a_full_node_is_no_failure_of_the_element(launcher, monkeypatch, number):
-    """Neither is its slot lost, nor a descriptor. As root one cannot make a node that is full."""
+def test_what_waits_on_a_host_that_is_full_is_for_others(host, monkeypatch, number, something_runs):
+    """Neither a slot nor a descriptor is lost. Where nothing runs that may end, none can begin."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
+    waiting(host, 0)
+    if something_runs:
+        running(host, 5)
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        with pytest.raises(NoRoomOnNode, match=r"node .* has no room for another process: "):
-            launcher.start(FIRST)
-    assert launcher.slots.is_free
+    host.step(set())
+    name = socket.gethostname()
+    reason = f"node {name} has no room for another process: {os.strerror(number)}"
+    handed_back = ("handed_back", {"leases": [(0, 1)], "reason": reason})
+    refusal = ("unprepared", {"reason": reason})
+    assert host._channel.rows == ([handed_back] if something_runs else [handed_back, refusal])
+    assert host._may_begin is something_runs
+    assert host._slots == [{}]
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_program_that_is_not_there_is_the_elements_failure(launcher, place):
-    place.role.task.argv = ["/no/such/program"]
-    assert launcher.start(FIRST).code == 127
+def test_a_program_that_is_not_there_is_the_elements_failure(host):
+    host._place.role.task.argv = ["/no/such/program"]
+    waiting(host, 0)
+    host.step(set())
+    host.step(set())
+    ((kind, values),) = host._channel.rows
+    assert (kind, values["row"][:3]) == ("ended", [0, 1, 127])
 
 
-@pytest.mark.parametrize("something_runs", [False, True])
-def test_what_waits_on_a_host_that_is_full_is_for_others(launcher, monkeypatch, something_runs):
-    """Where nothing runs that may end, none can begin."""
-    refused = NoRoomOnNode("node n1 has no room for another process: x")
-
-    def start(order: Order) -> None:
-        raise refused
-
-    monkeypatch.setattr(launcher, "start", start)
-    monkeypatch.setattr(host_module, "collect", list)
-    reports: list[tuple[str, dict[str, object]]] = []
-    channel = SimpleNamespace(report=lambda kind, **values: reports.append((kind, values)))
-    elements = RunningElements(launcher, SimpleNamespace(add=lambda row: None), channel, 1.0)
-    elements.add([[0, 1, []]])
-    if something_runs:
-        elements._running.append(RunningElement(Order(Lease(5, 1), []), 0, 7))
-    elements.step(set())
-    handed_back = ("handed_back", {"leases": [(0, 1)], "reason": str(refused)})
-    refusal = ("unprepared", {"reason": str(refused)})
-    assert reports == ([handed_back] if something_runs else [handed_back, refusal])
-    assert elements._may_begin is something_runs
-
-
-def test_a_result_of_an_element_that_has_failed_is_none(launcher, tmp_path):
-    launcher._runs = "fork"
-    for code in (143, 0):
+def test_a_result_of_an_element_that_has_failed_is_none(host, tmp_path):
+    for code, result in ((143, []), (0, [[1, 2]])):
         (tmp_path / "result-0").write_text("[1, 2]")
-        launcher.slots.take()
-        element = RunningElement(FIRST, 0, 7)
-        element.ended(code)
-        found = launcher.row_of(element)
-        assert found[:3] == [0, 1, code]
-        assert found[-1] == (None if code else [1, 2])
+        running(host, 0).ended(code)
+        host.step(set())
+        _, values = host._channel.rows.pop()
+        assert (values["row"][:3], values["row"][5:]) == ([0, 1, code], result)
         assert not (tmp_path / "result-0").exists()
 
 
-def test_what_a_fork_server_has_said_counts_though_it_was_killed(tmp_path):
+def test_what_a_fork_server_has_said_counts_though_it_was_killed():
     """Also with orders that it has not read. What has not begun then never will."""
     server = ForkServer.__new__(ForkServer)
     server._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -128,7 +129,7 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed(tmp_path):
     server._asked, server._key, server._false_starts = {}, 0, 3
     gone = subprocess.Popen(["true"])
     gone.wait()
-    ended, lost, runs, unread = (RunningElement(FIRST, slot) for slot in range(4))
+    ended, lost, runs, unread = (RunningElement(FIRST, {}) for _ in range(4))
     for element in (ended, lost, runs, unread):
         assert server.ask(element, {})
     pids = {0: 7, 1: gone.pid, 2: os.getpid()}
@@ -146,34 +147,32 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed(tmp_path):
         element.close()
 
 
-def test_what_was_cancelled_before_a_fork_has_begun_is_not_asked_for_again(launcher, monkeypatch):
-    reports: list[tuple[str, object]] = []
-    channel = SimpleNamespace(report=lambda kind, row: reports.append((kind, row[:3])))
-    elements = RunningElements(launcher, SimpleNamespace(add=lambda row: None), channel, 1.0)
-    asked = [RunningElement(Order(Lease(number, 1), []), 0) for number in range(2)]
-    elements._running += asked
-    launcher.fork_server = SimpleNamespace(
-        pid=100, is_ready=False, obstacles=[], hear=list, died=lambda: asked, restart=lambda _: None
+def test_what_was_cancelled_before_a_fork_has_begun_is_not_asked_for_again(host, monkeypatch):
+    asked = [running(host, number) for number in range(2)]
+    host._fork_server = SimpleNamespace(
+        pid=100, is_ready=False, obstacles=[], hear=list, died=lambda: asked, restart=lambda _: ""
     )
     monkeypatch.setattr(host_module, "collect", lambda: [(100, 137)])
-    elements.cancel([[0, 1]])
-    elements.step(set())
-    assert reports == [("ended", [0, 1, 143])]
-    assert [order.lease for order in elements._waiting] == [Lease(1, 1)]
+    host._obey({"do": "cancel", "elements": [[0, 1]]})
+    host.step(set())
+    ((kind, values),) = host._channel.rows
+    assert (kind, values["row"][:3]) == ("ended", [0, 1, 143])
+    assert [order.lease for order in host._waiting] == [Lease(1, 1)]
 
 
 def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
     """As during an execve."""
-    marks = iter([("", ""), ("0", "1"), ("", ""), ("", "")])
+    marked, none = host_module._mark_of(Lease(0, 1)), frozenset()
+    marks = iter([none, marked, none, none])
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(host_module, "_children", lambda: [os.getpid()])
     monkeypatch.setattr(host_module, "_mark_in_environment", lambda pid: next(marks))
     monkeypatch.setattr(host_module, "descendants", lambda pid: [])
     monkeypatch.setattr(host_module, "kill", lambda *words: sent.append(words))
-    orphans = Orphans(1.0)
+    orphans = Orphans()
     for number in range(3):
-        orphans.look([Lease(0, 1)], set(), float(number))
+        orphans.look([Lease(0, 1)], set(), float(number), 1.0)
         assert sent == []
         assert bool(orphans) is (number != 1), "what may be one is looked at again soon"
-    orphans.look([Lease(0, 1)], set(), 3.0)
+    orphans.look([Lease(0, 1)], set(), 3.0, 1.0)
     assert sent == [(os.getpid(), signal.SIGTERM)]
