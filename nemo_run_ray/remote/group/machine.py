@@ -96,64 +96,55 @@ class Group:
 
     def step(self, event: Event) -> List[ReplicaOrder]:
         """Take an event and return the orders; defined for every state and event."""
+        self._orders = []
         if self.phase is Phase.OVER:
             return []
-        self._orders = []
-        if event.replica_id is None:
-            self._of_group(event)
-        else:
+        if event.replica_id is not None:
             self._of_replica(self.replicas[event.replica_id], event)
-        self._next_phase()
-        return self._orders
-
-    def _of_group(self, event: Event) -> None:
-        if event.kind is Kind.STOP:
+        elif event.kind is Kind.STOP:
             self._fail(143, Reason.CANCELLED, event.words)
         elif self.phase is Phase.PLACING and event.kind is Kind.PLACED:
             self.phase = Phase.PREPARING
-            self._orders += [(PREPARE, replica_id) for replica_id in self.replicas]
+            self._orders = [(PREPARE, replica_id) for replica_id in self.replicas]
         elif self.phase is Phase.PLACING:
             self._fail(1, event.cause, event.words)
+        self._next_phase()
+        return self._orders
 
     def _of_replica(self, replica: Replica, event: Event) -> None:
         kind, life = event.kind, replica.life
         words = f"{name(replica.replica_id)}: {event.words}"
         if kind is Kind.LOST:
             # What has ended may lose its node: the group can still succeed.
-            if self.phase is not Phase.PLACING and life not in (
-                ReplicaState.ENDED,
-                ReplicaState.LOST,
-            ):
+            if life not in (ReplicaState.ENDED, ReplicaState.LOST):
                 replica.life = ReplicaState.LOST
                 self._fail(1, Reason.NODE_DIED, words)
-        elif kind is Kind.EXITED:
-            if life.runs:
-                replica.life, replica.code = ReplicaState.ENDED, event.code
-            if life in (ReplicaState.STARTED, ReplicaState.READY):
-                self._exited(replica, event.code, words)
-        elif life is ReplicaState.AWAITED:
-            if kind is Kind.PREPARED:
-                replica.life = ReplicaState.PREPARED
-            elif kind is Kind.UNPREPARED:
-                self._fail(1, event.cause, words)
-        elif life is ReplicaState.STARTED:
-            if kind is Kind.WAITING:
-                replica.waits_for = event.words
-            elif kind is Kind.READY:
-                replica.life = ReplicaState.READY
-            elif kind is Kind.UNREADY:
-                self._fail(1, Reason.NOT_READY, words)
+        elif kind is Kind.EXITED and life.runs:
+            replica.life, replica.code = ReplicaState.ENDED, event.code
+            if life is not ReplicaState.STOPPING:
+                self._exited(replica, event)
+        elif life is ReplicaState.AWAITED and kind is Kind.PREPARED:
+            replica.life = ReplicaState.PREPARED
+        elif life is ReplicaState.AWAITED and kind is Kind.UNPREPARED:
+            self._fail(1, event.cause, words)
+        elif life is ReplicaState.STARTED and kind is Kind.WAITING:
+            replica.waits_for = event.words
+        elif life is ReplicaState.STARTED and kind is Kind.READY:
+            replica.life = ReplicaState.READY
+        elif life is ReplicaState.STARTED and kind is Kind.UNREADY:
+            self._fail(1, Reason.NOT_READY, words)
 
-    def _exited(self, replica: Replica, code: int, words: str) -> None:
+    def _exited(self, replica: Replica, event: Event) -> None:
         """Act on the end of a replica that nobody had asked to end."""
+        who, code = name(replica.replica_id), event.code
         if replica.service and replica.restarts > 0:
             replica.restarts -= 1
             self._start([replica])
         elif replica.service:
-            words = f"the service {words.replace(':', ' ended before the primaries:', 1)}"
+            words = f"the service {who} ended before the primaries: {event.words}"
             self._fail(code or 1, Reason.SERVICE_ENDED, words)
         elif code:
-            self._note(code, Reason.EXIT_CODE, words)
+            self._note(code, Reason.EXIT_CODE, f"{who}: {event.words}")
             # The others of its role would wait for it.
             self._end(other for other in self.replicas.values() if other.role == replica.role)
 
@@ -169,7 +160,7 @@ class Group:
             self.phase = Phase.PRIMARIES
             self._start(primaries)
         if self.phase is Phase.PRIMARIES and _all(primaries, ReplicaState.ENDED):
-            self._fail(0, Reason.NONE, "all done")  # or with the failure noted before
+            self._fail(0, Reason.NONE, "exit code 0")  # or with the failure noted before
         if self.phase is Phase.ENDING and not any(replica.life.runs for replica in replicas):
             self.phase = Phase.OVER
 

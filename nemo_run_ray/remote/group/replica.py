@@ -35,15 +35,20 @@ class ReplicaProcess:
         self._channel = Channel(end)
         self._folder = folder
         self._children = Supervisor()
-        self._workspace: Optional[Workspace] = None
+        self._workspace: Any = None  # a ``Workspace`` from the first order on
         self._index = 0
         self._probing: Optional[Probing] = None
 
     def serve(self) -> None:
         """Serve until the actor is gone."""
+        obey = {"prepare": self._prepare, "start": self._start, "end": self._end}
         while True:
-            if self._channel in self._wait() and not self._obey():
-                return
+            if self._channel in self._wait():
+                orders = self._channel.orders()
+                if orders is None:
+                    return
+                for order in orders:
+                    obey[order["do"]](order)
             if self._children.children:
                 self._look_after()
             self._channel.send()
@@ -67,15 +72,6 @@ class ReplicaProcess:
 
     # ------------------------------------------------------------------ orders
 
-    def _obey(self) -> bool:
-        """Carry out what has arrived; ``False`` when the actor is gone."""
-        orders = self._channel.orders()
-        if orders is None:
-            return False
-        for order in orders:
-            {"prepare": self._prepare, "start": self._start, "end": self._end}[order["do"]](order)
-        return True
-
     def _prepare(self, order: Mapping[str, Any]) -> None:
         self._workspace, self._index = Workspace(order), int(order["index"])
         try:
@@ -86,7 +82,7 @@ class ReplicaProcess:
         self._channel.report("prepared", ports=self._workspace.ports)
 
     def _start(self, order: Mapping[str, Any]) -> None:
-        place = self._prepared
+        place: Workspace = self._workspace
         role = place.role
         place.begin(order["env"])
         self._children.clear()
@@ -111,13 +107,7 @@ class ReplicaProcess:
     def _end(self, order: Mapping[str, Any]) -> None:
         if self._children.children and not self._children.are_ending:
             self._stop_probing()  # what it starts from now on would miss the signal
-            self._children.end(self._prepared.role.task.grace_s)
-
-    @property
-    def _prepared(self) -> Workspace:
-        if self._workspace is None:
-            raise ValueError("a replica is started before it is prepared")
-        return self._workspace
+            self._children.end(self._workspace.role.task.grace_s)
 
     # ------------------------------------------------------------------ the end
 
@@ -127,7 +117,7 @@ class ReplicaProcess:
             self._probing = None
 
     def _look_after(self) -> None:
-        is_over = self._children.step(self._prepared.role.task.grace_s)
+        is_over = self._children.step(self._workspace.role.task.grace_s)
         if self._children.are_ending or is_over:
             self._stop_probing()
         if is_over:
@@ -137,26 +127,23 @@ class ReplicaProcess:
 
     def _probe(self, probing: Probing) -> None:
         answer = probing.step()
-        if answer is None:
+        if answer is not None:
+            self._probing = None
+            self._channel.report("unready" if answer else "ready", words=answer)
+        else:
             words = probing.waiting()
             if words is not None:
                 self._channel.report("waiting", words=words)
-        else:
-            self._probing = None
-            if answer:
-                self._channel.report("unready", words=answer)
-            else:
-                self._channel.report("ready")
 
     def _over(self) -> None:
-        children = self._children.children
+        children, place = self._children.children, self._workspace
         failed = sorted((one for one in children if one.code), key=lambda one: one.ended_at)
         first = failed[0] if failed else children[0]
         words = first.ending
         if first.code and len(children) > 1:
             words = f"process {children.index(first)}: {words}"
-        if self._prepared.role.task.keep_run_dir:
-            kept = f"nemo_run_ray: the run directory is kept: {self._prepared.root}\n"
+        if place.role.task.keep_run_dir:
+            kept = f"nemo_run_ray: the run directory is kept: {place.root}\n"
             self._channel.report_text(kept)
         self._channel.report("exited", code=first.code, words=words)
         self._children.clear()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_run_ray.experiment.elements import not_ready
-from nemo_run_ray.remote.group.driver import _events_of_report, group_rows
+from nemo_run_ray.remote.group.driver import events_of_report, group_rows
 from nemo_run_ray.remote.group.machine import (
     END,
     PREPARE,
@@ -28,7 +28,7 @@ from nemo_run_ray.remote.status import Phase, Reason, ReplicaState
 
 SERVER, TRAIN0, TRAIN1, EVAL = ("server", 0), ("train", 0), ("train", 1), ("eval", 0)
 PLACED, STOP = Event(Kind.PLACED), Event(Kind.STOP, words="cancelled")
-DONE = Outcome(0, Reason.NONE, "all done")
+DONE = Outcome(0, Reason.NONE, "exit code 0")
 
 
 def exited(replica_id: ReplicaId, code: int = 0) -> Event:
@@ -330,7 +330,7 @@ def test_the_probes_answer_is_shown_until_the_service_is_ready_or_starts_again(c
     report = {"at": "waiting", "words": "not ready for 30 s: /health is answered with 301, not 200"}
     for event in (*ready(SERVER), exited(SERVER, 1)):
         group = group_in(Phase.SERVICES, restarts=1)
-        assert after(group, *_events_of_report(SimpleNamespace(replica_id=SERVER), report)) == []
+        assert after(group, *events_of_report(SimpleNamespace(replica_id=SERVER), report)) == []
         assert not_ready(group_rows(group, {}, "")) == [f"server/0 is {report['words']}"]
         assert f"nemo_run_ray| server/0 is {report['words']}" in capfd.readouterr().out
         after(group, event)
