@@ -1,8 +1,7 @@
 """The machine alone: every state and event, random events of random groups, and examples."""
 
 import copy
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -55,38 +54,6 @@ def all_events(replica_ids: Iterable[ReplicaId]) -> list[Event]:
             for code in ((0, 3) if kind is Kind.EXITED else (0,))
         ),
     ]
-
-
-def all_states() -> Iterator[Group]:
-    """A service and a primary in every state, reachable or not, with and without an outcome."""
-    noted = Outcome(9, Reason.EXIT_CODE, "noted before")
-    for phase, life, other, restarts in itertools.product(
-        Phase, ReplicaState, ReplicaState, (0, 1)
-    ):
-        for outcome in [noted] if phase in (Phase.ENDING, Phase.OVER) else [None, noted]:
-            yield Group(
-                {
-                    SERVER: Replica(*SERVER, True, restarts, life),
-                    TRAIN0: Replica(*TRAIN0, False, 0, other),
-                },
-                phase,
-                outcome,
-            )
-
-
-@pytest.mark.parametrize("event", all_events([SERVER, TRAIN0]), ids=str)
-def test_every_event_has_an_answer_in_every_state(event):
-    order = list(Phase)
-    for group in all_states():
-        before = copy.deepcopy(group)
-        orders = group.step(event)
-        assert order.index(group.phase) >= order.index(before.phase)
-        if before.outcome is not None:
-            assert group.outcome == before.outcome
-        if group.phase in (Phase.ENDING, Phase.OVER):
-            assert group.outcome is not None
-        if before.phase is Phase.OVER:
-            assert (group, orders) == (before, [])
 
 
 # ---------------------------------------------------------------------- random events
@@ -214,15 +181,6 @@ def test_a_stop_ends_all_that_runs_and_then_the_group(data):
 
 @given(st.data())
 @settings(max_examples=80, deadline=None)
-def test_when_nothing_goes_wrong_the_code_is_0_and_each_starts_once(data):
-    world = World(data.draw(groups()))
-    world.end_well()
-    assert world.group.outcome == DONE
-    assert world.starts == dict.fromkeys(world.group.replicas, 1)
-
-
-@given(st.data())
-@settings(max_examples=80, deadline=None)
 def test_a_service_is_started_once_more_than_it_has_restarts_at_most(data):
     world = World(data.draw(groups()))
     limits = {key: 1 + one.restarts for key, one in world.group.replicas.items()}
@@ -281,12 +239,6 @@ def test_services_start_when_all_are_prepared_and_primaries_when_all_services_ar
     assert after(group, *prepared(keys[0])) == [(START, key) for key in keys[:3]]
     assert after(group, *ready(keys[1], keys[2])) == []
     assert after(group, *ready(keys[0])) == [(START, TRAIN0)]
-
-
-def test_without_services_primaries_start_as_soon_as_all_are_prepared():
-    group = group_of((TRAIN0, False, 0), (TRAIN1, False, 0))
-    orders = after(group, PLACED, *prepared(TRAIN1, TRAIN0))
-    assert (group.phase, orders) == (Phase.PRIMARIES, [(START, TRAIN0), (START, TRAIN1)])
 
 
 def test_when_the_last_primary_is_done_the_services_are_ended():
@@ -356,14 +308,6 @@ def test_the_first_failing_primarys_code_wins_while_other_roles_continue():
     assert group.outcome == Outcome(5, Reason.EXIT_CODE, "eval/0: exit code 5")
 
 
-def test_replicas_of_a_failing_primarys_role_are_ended_and_their_codes_do_not_count():
-    group = group_in(Phase.PRIMARIES)
-    assert after(group, exited(TRAIN1, 3)) == ends(TRAIN0)
-    after(group, exited(TRAIN0, 143), exited(EVAL))
-    assert group.phase is Phase.ENDING
-    assert group.outcome == Outcome(3, Reason.EXIT_CODE, "train/1: exit code 3")
-
-
 @pytest.mark.parametrize("replica_id", [SERVER, TRAIN0, EVAL])
 @pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.SERVICES, Phase.PRIMARIES])
 def test_a_lost_node_fails_the_group(phase, replica_id):
@@ -385,23 +329,6 @@ def test_a_lost_node_does_not_matter_before_the_placing_or_after_its_replicas_en
     group = group_in(Phase.ENDING)
     after(group, Event(Kind.LOST, SERVER))
     assert (group.phase, group.outcome) == (Phase.OVER, DONE)
-
-
-@pytest.mark.parametrize("phase", [Phase.PLACING, Phase.PREPARING])
-def test_a_stop_before_anything_runs_finishes_at_once(phase):
-    group = group_in(phase)
-    assert after(group, STOP) == []
-    assert (group.phase, group.outcome) == (
-        Phase.OVER,
-        Outcome(143, Reason.CANCELLED, "cancelled"),
-    )
-
-
-def test_a_service_that_ends_after_a_stop_is_not_started_again():
-    group = group_in(Phase.PRIMARIES, restarts=2)
-    assert after(group, STOP) == ends(SERVER, TRAIN0, TRAIN1, EVAL)
-    assert after(group, STOP) == []
-    assert after(group, exited(SERVER, 1)) == []
 
 
 @pytest.mark.parametrize(

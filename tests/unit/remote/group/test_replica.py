@@ -197,39 +197,10 @@ def test_ports_are_the_roles_from_the_preparation_to_the_start(site):
     assert site.text == "".join(f"{name} {ports[name.lower()]}\n" for name in "ABC")
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", _LOCAL])
-def test_a_taken_port_is_named_with_the_role(site, address):
-    with socket.create_server((address, 0)) as server:
-        port = server.getsockname()[1]
-        site.prepare(_role(ports={"other": 0, "http": port}))
-        words = site.until("unprepared")["words"]
-    assert str(port) in words
-    assert "'http'" in words
-    assert "'train'" in words
-    assert socket.gethostname() in words
-    assert site.kinds() == ["unprepared"]
-
-
 # ---------------------------------------------------------------------- what a process gets
 
 
 _SHOW = "say(json.dumps([dict(os.environ), sys.argv[1:], os.getcwd(), sys.stdin.read()]))"
-
-
-def test_two_processes_get_their_ranks(site):
-    ports = {RENDEZVOUS: 0}
-    site.run(_role(_python(_SHOW), replicas=2, processes=2, ranked=True, ports=ports), index=1)
-    assert site.until("exited")["code"] == 0
-    envs = [json.loads(line)[0] for line in site.text.splitlines()]
-    envs.sort(key=lambda env: env["RANK"])
-    assert [env["RANK"] for env in envs] == ["2", "3"]
-    assert [env["LOCAL_RANK"] for env in envs] == ["0", "1"]
-    for env in envs:
-        assert env["WORLD_SIZE"] == "4"
-        assert env["LOCAL_WORLD_SIZE"] == "2"
-        assert env["NODE_RANK"] == env["NEMO_RUN_NODE_RANK"] == "1"
-        assert env["MASTER_ADDR"] == _LOCAL
-        assert env["MASTER_PORT"] == str(site.reports[0]["ports"][RENDEZVOUS])
 
 
 def test_a_process_gets_its_variables_words_folder_and_no_input(make, package, monkeypatch):
@@ -369,23 +340,6 @@ def _stubborn(**task: Any) -> RoleSpec:
     return _role(_python(_STUBBORN), task)
 
 
-def test_the_end_is_asked_for_once_however_often_it_is_ordered(site):
-    code = """
-signal.signal(signal.SIGTERM, lambda *_: say("TERM"))
-say("up")
-wait_for("go")
-sys.exit(7)
-"""
-    site.run(_role(_python(code), {"grace_s": 30.0}))
-    site.says("up")
-    for _ in range(3):
-        site.end()
-    site.says("TERM")
-    (site.root / "nemo_run" / "code" / "go").touch()
-    assert site.until("exited")["code"] == 7
-    assert site.text == "up\nTERM\n"
-
-
 def test_the_exit_is_reported_when_nothing_of_the_command_is_left(site):
     """What it left has closed its output and ignores SIGTERM."""
     code = """
@@ -459,24 +413,6 @@ def test_a_service_is_ready_when_its_port_is(site):
     site.end()
     assert site.until("exited")["code"] == 143
     assert site.kinds() == ["prepared", "ready", "exited"]
-
-
-def test_a_service_that_was_told_to_end_is_asked_no_more(site):
-    """What a probe starts then has missed the SIGTERM, and the end waits for the whole grace."""
-    ask = _shell("echo x >> asked; exec sleep 1000")
-    probe = ProbeSpec("command", command=ask, interval_s=0.05)
-    command = _python("""
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.7), os._exit(0)))
-say("up")
-stay()
-""")
-    site.run(_service(command, probe, grace_s=60.0))
-    site.says("up")
-    asked = site.root / "nemo_run" / "code" / "asked"
-    wait(asked.exists)
-    site.end()
-    assert site.until("exited")["code"] == 0
-    assert asked.read_text() == "x\n"
 
 
 # ---------------------------------------------------------------------- orders and pulls
@@ -581,16 +517,6 @@ def test_close_removes_processes_and_folders(site):
     assert site.relays.close()  # twice is once
 
 
-@pytest.mark.parametrize("prepared", [True, False])
-def test_close_before_the_start_removes_the_folders(site, prepared):
-    if prepared:
-        site.prepare(_role(ports={"http": 0}))
-        site.until("prepared")
-    assert site.relays.close()
-    assert not site.folder.exists()
-    assert not site.root.exists()
-
-
 # ---------------------------------------------------------------------- sudden deaths
 
 
@@ -614,16 +540,6 @@ def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     site.pull()
     assert site.reports[-1] == gone
     assert site.relays.close()
-
-
-def test_the_death_of_our_process_is_reported_when_an_order_to_it_was_not_read(site):
-    site.run(_role(_shell("exec sleep 1000")))
-    ours = site.process()
-    os.kill(ours, signal.SIGSTOP)
-    site.end()
-    os.kill(ours, signal.SIGKILL)
-    site.until("gone")
-    assert site.processes() == set()
 
 
 def test_the_death_of_our_process_leaves_no_folder_on_an_embedded_ray(make, tmp_path, monkeypatch):
