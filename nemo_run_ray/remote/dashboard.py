@@ -250,11 +250,11 @@ def candidates(given: Sequence[str]) -> Iterator[str]:
         # The token of this cluster is shown to no other that may listen at a port.
         yield known
         return
-    head = os.environ.get("RAY_ADDRESS", "").rpartition(":")[0]
-    ports = [urlsplit(url).port for url in given if urlsplit(url).port]
-    for port in dict.fromkeys([*ports, 8265]):
-        for host in filter(None, (head, "127.0.0.1")):
-            yield f"http://{host}:{port}"
+    head = os.environ.get("RAY_ADDRESS", "127.0.0.1:").rpartition(":")[0]
+    ports = [urlsplit(url).port or 8265 for url in given]
+    yield from dict.fromkeys(
+        f"http://{host}:{port}" for port in ports for host in (head, "127.0.0.1")
+    )
     yield from given
     yield from _ask_ray()
 
@@ -314,9 +314,9 @@ def retry_after_s(header: Optional[str]) -> float:
 
 def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
     parts = urlsplit(url)
-    if parts.scheme == "https":
-        return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    is_safe = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
+    return kind(parts.hostname or "", parts.port, timeout=timeout_s)
 
 
 def _skip(text: str, position: int) -> int:

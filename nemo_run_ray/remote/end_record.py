@@ -21,10 +21,9 @@ import json
 import math
 import re
 import time
-from collections import deque
 from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
-from .spec import JobRow, fits, lock_of_row, nonce_of
+from .spec import JobRow, fits, lock_of_row, nonce_of, shape_of
 
 #: Ray's errors that may hide an end.
 _ERRORS = {
@@ -36,22 +35,11 @@ _ERRORS = {
 RECORDS = "_job_info_client.put_status("
 #: Seconds until a node or a log without an answer is asked again, twice as long each time.
 _AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
-#: Requests at most in so many seconds; other rows stay as Ray has them until a later look.
-_REQUESTS_MAX, _REQUESTS_S = 20, 10.0
-#: Seconds after which an answer is slow, and until any log is asked for again then: one look must
-#: not wait for every node of a rack that is cut off.
-_SLOW_S, _SLOW_AGAIN_S, _ANY = 1.0, 10.0, ""
+#: Requests get a tenth of the time, each counts as 0.05 s at least, and after a pause twenty may be
+#: sent at once: a look must not wait for every node of a rack that is cut off.
+_COST_S, _PART, _RESERVE_S = 0.05, 0.1, 10.0
 #: An end record in a log, whatever submission wrote it.
 _LINE = re.compile(r"^nemo_run_ray\| end \w{8} (\{.*\})$", re.MULTILINE)
-_SHAPE = {
-    "code": int,
-    "cause": str,
-    "text": str,
-    "began_at": float,
-    "ended_at": float,
-    "left_on": (None, [str]),
-    "proof": str,
-}
 
 
 class EndRecord(NamedTuple):
@@ -107,10 +95,10 @@ def _parsed(text: str) -> Optional[EndRecord]:
         values = json.loads("{" + text)
     except (ValueError, RecursionError):
         return None
-    if not fits(values, _SHAPE):
+    if not fits(values, shape_of(EndRecord)):
         return None
     left_on = values["left_on"]
-    known = {name: values[name] for name in _SHAPE}
+    known = {name: values[name] for name in EndRecord._fields}
     return EndRecord(**{**known, "left_on": None if left_on is None else tuple(left_on)})
 
 
@@ -159,9 +147,8 @@ class LostEnds:
         self._log_end = log_end
         self._clock = clock
         self._ends: Dict[str, Dict[str, Any]] = {}  # found, by job and time of its end
-        self._ask_at: Dict[str, float] = {}  # of a node, a job, or of all behind a slow answer
-        self._wait_s: Dict[str, float] = {}  # the last one, of a node or a job
-        self._requests = deque([-math.inf] * _REQUESTS_MAX, maxlen=_REQUESTS_MAX)
+        self._pauses: Dict[str, Tuple[float, float]] = {}  # of a node or a job: until, how long
+        self._paid_until = -math.inf  # for all requests
 
     def restored(self, row: JobRow) -> JobRow:
         """The row with the end that the job's log proves; the row itself when it proves none."""
@@ -171,21 +158,18 @@ class LostEnds:
         key = f"{name} {row.get('end_time')}"
         if key not in self._ends:
             asked_at = self._clock()
-            is_full = asked_at < self._requests[0] + _REQUESTS_S
-            if is_full or any(
-                asked_at < self._ask_at.get(about, 0.0) for about in (name, node, _ANY)
-            ):
+            until = max(self._pauses.get(about, (-math.inf, 0))[0] for about in (name, node))
+            if asked_at < until or asked_at <= self._paid_until:
                 return row
-            self._requests.append(asked_at)
             text = self._log_end(node, name)
-            if self._clock() - asked_at > _SLOW_S:
-                self._ask_at[_ANY] = self._clock() + _SLOW_AGAIN_S
+            now = self._clock()
+            cost_s = max(now - asked_at, _COST_S) / _PART
+            self._paid_until = max(self._paid_until, now - _RESERVE_S) + cost_s
             end = None if text is None else _end(row, text)
             if end is None:
                 about = node if text is None else name
-                last_s = self._wait_s.get(about, _AGAIN_S / 2)
-                self._wait_s[about] = min(2 * last_s, _AGAIN_MAX_S)
-                self._ask_at[about] = self._clock() + self._wait_s[about]
+                pause_s = min(2 * self._pauses.get(about, (0, _AGAIN_S / 2))[1], _AGAIN_MAX_S)
+                self._pauses[about] = now + pause_s, pause_s
                 return row
             self._ends[key] = end
         restored: JobRow = {**row, **self._ends[key]}  # type: ignore[typeddict-item]

@@ -390,21 +390,6 @@ class JobRow(TypedDict, total=False):
 NONCE_KEY, LOCK_KEY = "nemo_run_ray", "nemo_run_ray_lock"
 #: A job table: rows by submission id.
 JobRows = Mapping[str, JobRow]
-#: The shapes of a row's values. A value of another shape is left out.
-_JOB = {
-    "submission_id": str,
-    "job_id": str,
-    "status": str,
-    "entrypoint": str,
-    "message": str,
-    "error_type": str,
-    "start_time": int,
-    "end_time": int,
-    "metadata": {str: str},
-    "runtime_env": {str: object},
-    "driver_node_id": str,
-    "driver_exit_code": int,
-}
 #: The largest number of milliseconds since the epoch that is taken for a time: the year 2100.
 _TIME_MAX_MS = 4_102_444_800_000
 #: Larger numbers of JSON are no floats.
@@ -421,7 +406,8 @@ def job_row(value: Any) -> Optional[JobRow]:
     """
     if not isinstance(value, dict):
         raise ValueError("a row of the job table is no object")
-    row = {name: value[name] for name, shape in _JOB.items() if fits(value.get(name), shape)}
+    given = {name: each for name, each in value.items() if each is not None}
+    row = {name: given[name] for name in _JOB if name in given and fits(given[name], _JOB[name])}
     for name in ("start_time", "end_time"):
         if not 0 <= row.get(name, 0) <= _TIME_MAX_MS:
             del row[name]
@@ -525,7 +511,7 @@ class ArrayRows(TypedDict):
     waiting: int
     elements_per_s: float
     left_s: Optional[float]
-    failures: List[List[Any]]
+    failures: List[Tuple[int, Optional[int], str]]
 
 
 class GroupRows(TypedDict):
@@ -542,32 +528,23 @@ class GroupRows(TypedDict):
     roles: List[ReplicaRow]
 
 
-#: The shapes of what the driver of a group and that of an array have written.
-GROUP = {
-    "phase": str,
-    "waits_for_room": str,
-    "roles": [
-        {
-            "role": str,
-            "replica": int,
-            "service": bool,
-            "state": str,
-            "node": str,
-            "host": str,
-            "address": str,
-            "exit_code": (None, int),
-            "waits_for": (None, str),
-        }
-    ],
-}
-ARRAY = {
-    "elements": int,
-    "succeeded": int,
-    "failed": int,
-    "cancelled": int,
-    "running": int,
-    "waiting": int,
-    "elements_per_s": float,
-    "left_s": (None, float),
-    "failures": [[int, (None, int), str]],
-}
+def shape_of(kind: Any) -> Any:
+    """The shape of an annotation; of a class with annotations that of its values by their names."""
+    shapes = [shape_of(each) for each in typing.get_args(kind) if each is not ...]
+    origin = typing.get_origin(kind)
+    if origin is Union:
+        return tuple(shapes)
+    if origin in (list, tuple):
+        return shapes
+    if origin is not None:  # a mapping
+        return {str: shapes[1]}
+    if kind is Any:
+        return object
+    if hasattr(kind, "__annotations__"):
+        return {name: shape_of(hint) for name, hint in typing.get_type_hints(kind).items()}
+    return kind
+
+
+#: The shapes of a row of the job table, of which a wrong value is left out, and of what the driver
+#: of a group and that of an array have written.
+_JOB, GROUP, ARRAY = shape_of(JobRow), shape_of(GroupRows), shape_of(ArrayRows)

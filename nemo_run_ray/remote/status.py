@@ -8,10 +8,10 @@ import shlex
 import signal
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from .end_record import RECORDS, any_record_in
-from .spec import NONCE_KEY, SUBMISSION_ID, JobRow, nonce_of
+from .spec import NONCE_KEY, JobRow, nonce_of
 
 
 class JobState(str, Enum):
@@ -55,8 +55,6 @@ class Reason(str, Enum):
     NODE_DIED = "its node or its supervisor died"
     ALLOCATION = "its allocation ended"
     NOT_STARTED = "its command could not be started"
-    NO_PROGRAM = "a program is missing on its node"
-    NO_MODULE = "a module cannot be imported on its node"
     REFUSED = "its request was refused"
     UNRECORDED = "Ray could not record how it ended"
     NOT_READY = "a service was not ready in time"
@@ -172,10 +170,8 @@ NEXT_STEP = {
     "such nodes: a task waits for them, a group does with RayExecutor(wait_for_nodes=True).",
     Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
     Reason.ALLOCATION: "Run it again; `retries` lets it go on where the cluster is renewed.",
-    Reason.NOT_STARTED: "Correct what the message names and run it again.",
-    Reason.NO_PROGRAM: "Install it in the node's image, or name one that is there.",
-    Reason.NO_MODULE: "Let the executor's `packager` ship it, install it in the node's image, or "
-    "give it in `runtime_env`.",
+    Reason.NOT_STARTED: "Correct what the message names: the executor's `packager` ships modules, "
+    "programs are in the node's image.",
     Reason.REFUSED: "Correct what the message names and run it again.",
     Reason.UNRECORDED: "Look at the last lines of `nemo-run-ray logs {job}`, and run it again.",
     Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
@@ -194,9 +190,6 @@ NEXT_STEP = {
 
 #: Ray's message about a job whose supervisor it does not find and no longer waits for.
 _NO_SUPERVISOR = "failed to get job supervisor"
-#: Python's words for what is missing, in a traceback or behind one.
-_NO_MODULE = re.compile(r"\b(?:ModuleNotFoundError|ImportError)\b|\bNo module named\b")
-_NO_PROGRAM = re.compile(r"\bexit code 127: |\bFileNotFoundError\b")
 #: Lines that Ray itself writes at the head of every job's log, and the remote half's last one.
 _FRAME = re.compile(
     r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- |^nemo_run_ray\| end \w{8} "
@@ -297,14 +290,7 @@ def _reason(error: str, node: str, message: str) -> Reason:
     reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
     if reason is Reason.UNSCHEDULABLE and NO_WORKER in message:
         return Reason.RUNTIME_ENV  # Ray had a node for it
-    return _of_start(message.rpartition("\n")[2]) if reason is Reason.NOT_STARTED else reason
-
-
-def _of_start(words: str) -> Reason:
-    """The reason why a command could not be started. It is for people and decides nothing."""
-    if _NO_MODULE.search(words):
-        return Reason.NO_MODULE
-    return Reason.NO_PROGRAM if _NO_PROGRAM.search(words) else Reason.NOT_STARTED
+    return reason
 
 
 def status_of_row(row: JobRow) -> JobStatus:
@@ -329,7 +315,8 @@ def status_of_row(row: JobRow) -> JobStatus:
     reason = _reason(error, node, message)
     code = row.get("driver_exit_code")
     if not isinstance(code, int) or code == 0:
-        words = why_no_worker(row, message) if reason is Reason.RUNTIME_ENV else message
+        is_built = reason is Reason.RUNTIME_ENV and NO_WORKER not in message
+        words = cause_of(message) if is_built else message
         if reason is Reason.UNRECORDED:
             words = message.rpartition("\n")[2]  # of Ray's traceback
         return JobStatus(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
@@ -342,8 +329,6 @@ def status_of_row(row: JobRow) -> JobStatus:
         cause = f"{cause}: {record.text}"
         reason = next((one for one in _CAUSES if one.name == record.cause), reason)
         if reason in (Reason.NOT_STARTED, Reason.RUNTIME_ENV):  # a traceback may follow
-            if reason is Reason.NOT_STARTED:
-                reason = _of_start(record.text)
             return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     cause += meaning(code, "\n".join(lines))
@@ -353,32 +338,29 @@ def status_of_row(row: JobRow) -> JobStatus:
 # ---------------------------------------------------------------- exit codes
 
 _SHIPS = "the executor's `packager` ships files to it"
-#: The meaning of these exit codes for a shell, and for most programs.
-_SHELL_SAYS = {
+#: Ends of a log, and what they mean.
+_MEANINGS = (
+    (  # of a Ray that the task starts itself: the job's archives are on the outer cluster
+        re.compile("(Failed to download runtime_env file package gcs://)"),
+        ": a Ray that the task starts itself has no archives of this job's cluster; unset "
+        "RAY_JOB_CONFIG_JSON_ENV_VAR, and RAY_ADDRESS, in the task before it starts one",
+    ),
+    (
+        re.compile(r"/nemo_run/code/([^':\n]+)'?: [^\n]*No such file[^\n]*\Z"),
+        f": {{}} is not on that node; {_SHIPS}",
+    ),
+    (
+        re.compile(r"\bNo module named '?([\w.]+)"),
+        f": the module '{{}}' is not on that node; {_SHIPS}, or give it in "
+        "`runtime_env={{'pip': […]}}`",
+    ),
+)
+#: The meaning of exit codes for a shell, and for most programs.
+_CODES = {
     126: ", with which a shell says that a command could not be run",
     127: f", with which a shell says that a command was not found on that node; {_SHIPS}, and "
     "`python` must name one that is there",
 }
-_KILLED = (
-    ", perhaps by the kernel since the node's memory was full: see its metrics in Ray's dashboard"
-)
-#: Python's words, and bash's, of a program that is not in the code's folder on the node.
-_NO_FILE = re.compile(
-    r"(?:can't open file '|^\S+: (?:line \d+: )?|cannot open )/\S*/nemo_run/code/([^':]+)'?: .*"
-    r"No such file"
-)
-#: Exit codes of Python and shells when they do not find the program that they must run.
-_NO_PROGRAM_CODES = {2, 126, 127}
-#: Python's words, near the end of a traceback, for a module that was not shipped.
-_NOT_SHIPPED = re.compile(r"\bNo module named '?([\w.]+)")
-#: Ray's error in a task that starts a Ray of its own: the job's archives are on the outer cluster.
-_OUTER_ARCHIVES = re.compile(r"Failed to download runtime_env file package gcs://")
-_OWN_RAY = (
-    ": a Ray that the task starts itself has no archives of this job's cluster; unset "
-    "RAY_JOB_CONFIG_JSON_ENV_VAR, and RAY_ADDRESS, in the task before it starts one"
-)
-#: A line of this package says what it was.
-_OURS = re.compile(r"^nemo_run_ray\| ", re.MULTILINE)
 
 
 def meaning(exit_code: int, tail: str) -> str:
@@ -388,23 +370,16 @@ def meaning(exit_code: int, tail: str) -> str:
         exit_code: of the command.
         tail: the last lines of its log, without those that frame every log.
     """
-    if _OURS.search(tail):
-        return ""
+    if re.search(r"^nemo_run_ray\| ", tail, re.MULTILINE):
+        return ""  # a line of this package says what it was
     if signal_name(exit_code) == "SIGKILL":
-        return _KILLED
-    if _OUTER_ARCHIVES.search(tail):
-        return _OWN_RAY
-    last = tail.rstrip().rpartition("\n")[2]
-    missing = _NO_FILE.search(last) if exit_code in _NO_PROGRAM_CODES else None
-    if missing:
-        return f": {missing[1]} is not on that node; {_SHIPS}"
-    module = _NOT_SHIPPED.search("\n".join(tail.rstrip().splitlines()[-3:]))  # fiddle adds a line
-    if module:
-        return (
-            f": the module {module[1]!r} is not on that node; {_SHIPS}, or give it in "
-            "`runtime_env={'pip': […]}`"
-        )
-    return _SHELL_SAYS.get(exit_code, "")
+        return ", perhaps by the kernel since the node's memory was full: see Ray's dashboard"
+    end = "\n".join(tail.rstrip().splitlines()[-3:])  # fiddle adds a line
+    for pattern, text in _MEANINGS:
+        match = pattern.search(end)
+        if match:
+            return text.format(match[1])
+    return _CODES.get(exit_code, "")
 
 
 def signal_name(exit_code: int) -> str | None:
@@ -420,36 +395,27 @@ def signal_name(exit_code: int) -> str | None:
 
 #: Ray's message about a job for which no worker came up.
 NO_WORKER = "worker startup repeatedly failed"
-#: Podman's output, for a container.
-_PODMAN = re.compile(r"stderr=(?P<words>.*)$")
-#: Ray's line where a node has no podman.
-_NO_PODMAN = re.compile(r"^FileNotFoundError: .*No such file or directory: 'podman'$")
+#: Lines that name the cause, the most telling first, and the message.
+_ENV_CAUSES = (
+    (r"(Failed to install runtime_env within the timeout of .+ seconds)", "{}; {step}"),
+    (r"^(?:\w+\.)*(TimeoutError)$", "it took too long; {step}"),
+    (r"^ERROR: (.*)", "{}"),  # of pip
+    (
+        r"^FileNotFoundError: .*No such file or directory: '(podman)'$",
+        "{} is not on the PATH of that node's Ray; an image needs it",
+    ),
+    (r"stderr=(.*)$", "{}"),  # of podman
+)
 #: The last line of a traceback, but for Ray's own.
 _RAISED = re.compile(
     r"^(?:[\w.]+\.)?(?!SubprocessCalledProcessError|RuntimeEnvSetupError|ActorDiedError)"
     r"\w*(?:Error|Exception|Timeout)\b.*$"
-)
-_TOO_LONG = re.compile(
-    r"Failed to install runtime_env within the timeout of .+ seconds|^(?:\w+\.)*TimeoutError$"
 )
 #: Lines before the output of a program that failed, and before Ray's own reason.
 _OUTPUT = re.compile(
     r"^Last \d+ lines of stdout:$|"
     r"\bRuntimeEnvSetupError: Failed to set up runtime environment\.$"
 )
-
-
-def why_no_worker(row: Mapping[str, Any], message: str) -> str:
-    """The reason why a job has no worker: its environment was not built, or no interpreter starts.
-
-    Args:
-        row: the job in Ray's table.
-        message: Ray's.
-    """
-    if NO_WORKER not in message:
-        return cause_of(message)
-    executable = (row.get("runtime_env") or {}).get("py_executable")
-    return f"py_executable={executable!r} starts no worker: {message}" if executable else message
 
 
 def cause_of(text: str) -> str:
@@ -462,24 +428,17 @@ def cause_of(text: str) -> str:
         One line; the end of the text when no line of it is known.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    begins = [number for number, line in enumerate(lines) if _OUTPUT.search(line)]
-    printed = lines[begins[-1] + 1 :] if begins else []
-    of_pip = [line for line in printed or lines if line.startswith("ERROR: ")]
-    too_long = _last_match(lines[::-1], _TOO_LONG)
-    if too_long:
-        words = too_long if " " in too_long else "it took too long"
-        return f"{words}; raise `setup_timeout_seconds` in its `config`"
-    if of_pip:
-        return of_pip[-1][len("ERROR: ") :]
-    if _last_match(lines, _NO_PODMAN):
-        return "podman is not on the PATH of that node's Ray; an image needs it"
-    end = " / ".join((printed or lines)[-3:])
-    return _last_match(lines, _PODMAN) or (not printed and _last_match(lines, _RAISED)) or end
-
-
-def _last_match(lines: List[str], pattern: re.Pattern[str]) -> str:
-    matches = [match for match in map(pattern.search, lines) if match]
-    return matches[-1].groupdict().get("words") or matches[-1].group() if matches else ""
+    begins = [number for number, line in enumerate(lines, 1) if _OUTPUT.search(line)]
+    printed = lines[begins[-1] :] if begins else []
+    for pattern, message in _ENV_CAUSES:
+        for line in reversed(lines):
+            match = re.search(pattern, line)
+            if match:
+                return message.format(
+                    match[1], step="raise `setup_timeout_seconds` in its `config`"
+                )
+    raised = [line for line in lines if _RAISED.search(line)]
+    return raised[-1] if raised and not printed else " / ".join((printed or lines)[-3:])
 
 
 # ---------------------------------------------------------------- attempts
@@ -567,11 +526,6 @@ def file_of(submission_id: str, kind: str) -> str:
         kind: ``JOURNAL_FILE``, ``RESULTS_FILE`` or ``STATES_FILE``.
     """
     return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
-
-
-def started_as(entrypoint: str, submission_id: str) -> str:
-    """The entrypoint of a dispatched job with the id of its attempt in the place that is for it."""
-    return entrypoint.replace(SUBMISSION_ID, submission_id)
 
 
 def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, Dict[int, Attempt]]:

@@ -83,7 +83,7 @@ class StatusFile:
             "waiting": left - running,
             "elements_per_s": round(rate, 3),
             "left_s": round(left / rate, 1) if rate > 0 else None,
-            "failures": [list(failure) for failure in progress.failures],
+            "failures": [*progress.failures],
         }
 
 

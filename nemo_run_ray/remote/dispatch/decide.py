@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from ..files import ENDS_AT, LASTS_S, RENEWS
 from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
 from ..status import (
     CANCELLED,
@@ -24,13 +25,19 @@ from ..status import (
     attempt_id,
     attempts_of,
 )
-from .policies import TimeLeft, is_settled, status_of_attempts, with_state
 
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).
 STARTING_MAX = 8
 #: Seconds after which a job that has not started is taken to wait for room. Until it gets
 #: room, no other job that asks for the same is handed over: Ray gives up what waits for 900 s.
 STUCK_S = 6.0
+#: Failures that Ray's head concludes, while the command may still run on a node that is cut off.
+_UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
+#: Failures that another attempt would not change. See docs/chains.md.
+_PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
+#: Seconds before an allocation is renewed in which no job begins: Ray's job table is written down
+#: then, and what it lacks would begin again.
+CLOSING_S = 5.0
 
 
 #: A job that may be started, and the number of its attempt.
@@ -88,7 +95,6 @@ def decide(
     dispatch: DispatchSpec,
     table: Mapping[str, Attempt],
     now: float,
-    limit: Optional[int] = None,
     node_dead_s: float = NODE_DEAD_S,
     time_left: Optional[TimeLeft] = None,
 ) -> Decision:
@@ -98,7 +104,6 @@ def decide(
         dispatch: the plan; every job comes after those that it depends on.
         table: the cluster's jobs by submission id, others' jobs among them.
         now: seconds since the epoch, by the clock of the table's times.
-        limit: of jobs at once, where the dispatch has none of its own; ``None`` is none.
         node_dead_s: seconds from a node's death until nothing can run on it any more.
         time_left: of the cluster's allocation; ``None`` where nothing ends it.
     """
@@ -121,17 +126,18 @@ def decide(
         lives = any(row.is_live for row in rows.values())
         if status.reason in (Reason.TURN, Reason.RETRY) and not lives:
             last = rows.get(status.attempt)
-            if last is None or is_settled(last, now, node_dead_s):
+            is_unproven = last is not None and last.status.reason in _UNPROVEN
+            if last is None or not is_unproven or now >= last.ended_at + node_dead_s:
                 ready.append((job, status.attempt + 1))
-    in_time = ready
-    if time_left is not None:
-        in_time = [(job, number) for job, number in ready if time_left.has(job.time_s)]
-        for job, number in ready:
-            why = time_left.why_never(job.time_s)
-            if why:
-                name = attempt_id(job.id, number)
-                actions.append(Action(Do.CLAIM, job.name, name, why))
-    actions += _submits(dispatch, in_time, attempts, now, limit)
+    in_time: List[_Start] = []
+    for job, number in ready:
+        if time_left is None or time_left.has(job.time_s):
+            in_time.append((job, number))
+            continue
+        why = time_left.why_never(job.time_s)
+        if why:
+            actions.append(Action(Do.CLAIM, job.name, attempt_id(job.id, number), why))
+    actions += _submits(dispatch, in_time, attempts, now)
     unfinished = [
         status
         for status in statuses.values()
@@ -205,29 +211,21 @@ def _stops(
     now: float,
 ) -> List[Action]:
     """Every attempt that must not go on; and the claim that gives up what was not placed."""
-    live = [number for number in sorted(rows) if rows[number].is_live]
-    if any(row.nonce != job.nonce for row in rows.values()):
-        live = [number for number in live if rows[number].nonce == job.nonce]
+    live = [number for number, row in rows.items() if row.is_live and row.nonce == job.nonce]
     if not live:
         return []
-    newest = live[-1]
-    row = rows[newest]
-    is_late = (
-        job.pending_timeout_s is not None
-        and now - _pending_since(rows, newest) > job.pending_timeout_s
-    )
+    newest, limit_s = live[-1], job.pending_timeout_s
+    is_last = newest == max(rows) and not status.state.is_terminal
+    is_late = limit_s is not None and now - _pending_since(rows, newest) > limit_s
     why = CANCELLED if cancelled else status.detail or "it is superseded"
-    claims: List[Action] = []
-    doomed = live if cancelled else live[:-1]
-    if status.state.is_terminal or newest != max(rows):
-        doomed = live
-    elif row.status.state is JobState.PENDING and (cancelled or is_late):
+    actions: List[Action] = []
+    if is_last and rows[newest].status.state is JobState.PENDING and (cancelled or is_late):
         # The claim comes first: it says why, to any client that sees the stopped attempt, which Ray
         # shows as pending until there is room for it.
         why = CANCELLED if cancelled else NOT_PLACED
-        claims = [Action(Do.CLAIM, job.name, attempt_id(job.id, newest + 1), why)]
-        doomed = live
-    return claims + [
+        actions = [Action(Do.CLAIM, job.name, attempt_id(job.id, newest + 1), why)]
+    doomed = live if cancelled or actions or not is_last else live[:-1]
+    return actions + [
         Action(Do.STOP, job.name, attempt_id(job.id, number), why) for number in doomed
     ]
 
@@ -237,10 +235,9 @@ def _submits(
     ready: Sequence[_Start],
     attempts: Mapping[str, Dict[int, Attempt]],
     now: float,
-    limit: Optional[int],
 ) -> List[Action]:
     """The attempts to hand over, in the order of the jobs, as far as there is room for them."""
-    limit = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
+    limit = dispatch.max_in_flight
     starting, live, stuck, crowded, pending = 0, 0, set(), set(), set()
     for job in dispatch.jobs:
         for row in attempts[job.id].values():
@@ -275,3 +272,110 @@ def _pending_since(rows: Mapping[int, Attempt], number: int) -> float:
     while number - 1 in rows and rows[number - 1].status.reason is Reason.START_TIMEOUT:
         number -= 1
     return rows[number].posted_at
+
+
+# ---------------------------------------------------------------- policies: retries, time
+
+
+def status_of_attempts(
+    rows: Mapping[int, Attempt], retries: int, permanent_exit_codes: Tuple[int, ...]
+) -> JobStatus:
+    """The status of a job with at least one attempt or claim.
+
+    Args:
+        rows: of the job, by the number of the attempt.
+        retries: further attempts that are allowed after failures.
+        permanent_exit_codes: that no further attempt would change.
+
+    Returns:
+        ``WAITING`` with ``Reason.RETRY`` for a failure that is tried again.
+    """
+    for number, row in rows.items():
+        if row.status.state is JobState.SUCCEEDED and not row.claim:
+            return replace(row.status, attempt=number)
+    claim = next((row.claim for row in rows.values() if row.claim), "")
+    if claim:
+        runs = [number for number, row in rows.items() if row.status.state is JobState.RUNNING]
+        if runs:  # its end is still open: it may succeed before it is stopped
+            return replace(rows[runs[-1]].status, attempt=runs[-1])
+        return _claimed(claim, rows)
+    number = max(rows)
+    last = replace(rows[number].status, attempt=number)
+    if last.state is not JobState.FAILED:
+        return last
+    # A start that Ray gave up does not count.
+    failed = [
+        number
+        for number, row in rows.items()
+        if row.status.state is JobState.FAILED and row.status.reason is not Reason.START_TIMEOUT
+    ]
+    if failed:
+        newest = rows[failed[-1]]
+        permanent = newest.status.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
+        if permanent or len(failed) > retries:
+            return replace(newest.status, attempt=failed[-1])
+    if last.reason is Reason.START_TIMEOUT:
+        detail = f"attempt {number} was not started in time by Ray, which does not count"
+    else:
+        more = retries - len(failed) + 1
+        detail = f"attempt {number} failed ({last.detail}); {more} more allowed"
+    return with_state(last, JobState.WAITING, Reason.RETRY, detail)
+
+
+def _claimed(claim: str, rows: Mapping[int, Attempt]) -> JobStatus:
+    """The status of a job whose next attempt was claimed; what ran before explains it."""
+    before = max((number for number, row in rows.items() if not row.claim), default=0)
+    node = rows[before].status.node if before else ""
+    if claim == CANCELLED:
+        detail = claim if before else "cancelled before its start"
+        return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
+    reason = Reason.NOT_PLACED if claim == NOT_PLACED else Reason.REFUSED
+    return JobStatus(JobState.FAILED, reason, claim, node, before)
+
+
+def with_state(status: JobStatus, state: JobState, reason: Reason, detail: str) -> JobStatus:
+    """The status with another state; its node and attempt stay."""
+    return replace(status, state=state, reason=reason, detail=detail, tail="")
+
+
+class TimeLeft(NamedTuple):
+    """The remaining time of an allocation.
+
+    Attributes:
+        left_s: seconds from now until it ends.
+        lasts_s: seconds that it lasts in all.
+        renews: whether another one continues its jobs.
+    """
+
+    left_s: float
+    lasts_s: float
+    renews: bool
+
+    def why_never(self, time_s: Optional[float]) -> str:
+        """The reason for never starting a job that needs so long; empty if there is none."""
+        if time_s is None or time_s <= self.left_s:
+            return ""
+        if self.renews and time_s <= self.lasts_s:
+            return ""  # in the next one
+        if self.renews:
+            return f"it needs {time_s:g} s, and each allocation lasts {self.lasts_s:.0f} s"
+        return f"it needs {time_s:g} s, and its allocation ends in {max(self.left_s, 0):.0f} s"
+
+    def has(self, time_s: Optional[float]) -> bool:
+        """Whether a job that needs so long may begin now."""
+        if self.renews and self.left_s < CLOSING_S:
+            return False  # the next allocation would not know that it has begun
+        return time_s is None or time_s <= self.left_s
+
+
+def time_left(env: Mapping[str, str], now: float) -> Optional[TimeLeft]:
+    """The remaining time by a job's environment; ``None`` where nothing ends the cluster.
+
+    Args:
+        env: of the dispatcher.
+        now: seconds since the epoch.
+    """
+    try:
+        return TimeLeft(float(env[ENDS_AT]) - now, float(env[LASTS_S]), env.get(RENEWS) == "1")
+    except (KeyError, ValueError):
+        return None

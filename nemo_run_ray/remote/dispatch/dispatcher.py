@@ -13,6 +13,7 @@ import json
 import os
 import time
 import zipfile
+from contextlib import suppress
 from typing import Any, Callable, Dict, Mapping, Optional
 
 from .. import carried_over
@@ -27,7 +28,7 @@ from ..dashboard import (
 from ..end_record import LostEnds, lock_of, proof_of
 from ..node.output import say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
-from ..spec import LOCK_KEY, DispatchedJobSpec, DispatchSpec
+from ..spec import LOCK_KEY, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
 from ..status import (
     STOP_AGAIN_S,
     STOP_TRUST_S,
@@ -40,15 +41,12 @@ from ..status import (
     claim_body,
     first_id,
     node_dead_s,
-    started_as,
 )
-from .decide import Action, Decision, Do, decide
-from .policies import time_left
+from .decide import Action, Decision, Do, decide, time_left
 
-#: Seconds between two looks at the table: at first, and when nothing has happened for long.
-PACE_S, PACE_MAX_S = 0.3, 5.0
-#: A look may take this part of the time between two of them; seconds between two looks at most.
-LOOK_PART, SLOW_MAX_S = 0.25, 20.0
+#: Seconds between two looks at the table: at first, when nothing has happened for long, and when a
+#: look takes long.
+PACE_S, PACE_MAX_S, SLOW_MAX_S = 0.3, 5.0, 20.0
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.
 ABSENT_MAX_S = 60.0
@@ -75,22 +73,18 @@ class Dispatcher:
         own_id: str,
         api: DashboardClient,
         secrets: Mapping[str, str],
-        limit: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._dispatch = dispatch
         self._own_id = own_id
         self._api = api
         self._secrets = secrets
-        self._limit = limit
         self._clock = clock
         self._parent = os.getppid()
         self._jobs = {job.name: job for job in dispatch.jobs}
         self._ids = dispatch.ids
-        self._node_dead_s = node_dead_s()
-        self._reported: Dict[str, str] = {}
-        self._stopped: Dict[str, float] = {}  # first request to stop an attempt that Ray took
-        self._asked: Dict[str, float] = {}  # last one
+        self._reported: Dict[str, tuple[JobState, int, Reason]] = {}
+        self._stops: Dict[str, tuple[float, float]] = {}  # first and last request, by attempt
         self._errors: Dict[str, float] = {}  # first unexplained error of an attempt
         self._troubles: Dict[str, str] = {}  # in the log already, by what they are about
         self._absent_since: Optional[float] = None
@@ -127,8 +121,8 @@ class Dispatcher:
             return None
         now = self._clock()
         left = time_left(os.environ, now)
-        decision = decide(self._dispatch, table, now, self._limit, self._node_dead_s, left)
-        self._report(decision, table)
+        decision = decide(self._dispatch, table, now, node_dead_s(), left)
+        self._report(decision)
         is_waiting = False
         for action in decision.actions:
             try:
@@ -148,8 +142,7 @@ class Dispatcher:
     def pace_s(self) -> float:
         """Seconds until the next look: short while things happen, and never a burden."""
         idle_s = self._clock() - self._changed_at
-        pace_s = min(max(PACE_S, idle_s / 20), PACE_MAX_S)
-        return max(pace_s, min(self._look_s / LOOK_PART, SLOW_MAX_S))
+        return max(PACE_S, min(idle_s / 20, PACE_MAX_S), min(self._look_s * 4, SLOW_MAX_S))
 
     def _look(self) -> Optional[Dict[str, Attempt]]:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
@@ -178,74 +171,74 @@ class Dispatcher:
 
     def _act(self, action: Action, table: Mapping[str, Attempt]) -> bool:
         """Carry one action out, and return whether the next round must look after it."""
+        now, name, job = self._clock(), action.submission_id, self._jobs[action.job]
+        why = action.why
         if action.do is Do.STOP:
-            return self._stop(action, table)
-        self._changed_at = self._clock()
-        if action.do is Do.CLAIM:
-            self._claim(action, action.why)
-            return True
-        job, name = self._jobs[action.job], action.submission_id
-        number = int(name.partition("@")[2] or 1)
-        before = attempt_id(job.id, number - 1)
-        if before in table and table[before].status.reason is Reason.START_TIMEOUT:
-            # Ray has given the start up, and some versions start it later all the same.
-            self._api.stop(before)
-        try:
-            self._api.post(self._body(job, number))
-        except RequestRefused as error:
-            self._claim(action, str(error))
-        except Unanswered as error:
-            first = self._errors.setdefault(name, self._clock())
-            if self._clock() - first < REFUSED_AFTER_S:
-                raise
-            self._claim(action, f"not taken: {error}")
+            first, last = self._stops.get(name, (now, 0.0))
+            if now - last >= STOP_AGAIN_S:
+                self._api.stop(name)
+                if name not in self._stops:
+                    say(f"stopping {name}: {why}")
+                self._stops[name] = first, now
+            return table[name].status.state is not JobState.PENDING or now - first < STOP_TRUST_S
+        self._changed_at = now
+        if action.do is Do.SUBMIT:
+            number = int(name.partition("@")[2] or 1)
+            before = table.get(attempt_id(job.id, number - 1))
+            if before is not None and before.status.reason is Reason.START_TIMEOUT:
+                # Ray has given the start up, and some versions start it later all the same.
+                self._api.stop(attempt_id(job.id, number - 1))
+            try:
+                self._api.post(self._body(job, number))
+                return True
+            except RequestRefused as error:
+                why = str(error)
+            except Unanswered as error:
+                if now - self._errors.setdefault(name, now) < REFUSED_AFTER_S:
+                    raise
+                why = f"not taken: {error}"
+        self._api.post(claim_body(name, job.nonce, why))
         return True
 
-    def _stop(self, action: Action, table: Mapping[str, Attempt]) -> bool:
-        now, name = self._clock(), action.submission_id
-        if now - self._asked.get(name, 0.0) >= STOP_AGAIN_S:
-            if name not in self._asked:
-                say(f"stopping {name}: {action.why}")
-            self._asked[name] = now
-            self._api.stop(name)
-            self._stopped.setdefault(name, now)
-        is_pending = table[name].status.state is JobState.PENDING
-        return not is_pending or now - self._stopped.get(name, now) < STOP_TRUST_S
-
-    def _claim(self, action: Action, why: str) -> None:
-        self._api.post(claim_body(action.submission_id, self._jobs[action.job].nonce, why))
-
     def _body(self, job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
-        body = attempt_body(job, number)
+        """The body of the request for a job's n-th attempt. Its archive with the values of its
+        secrets and the key of its end is uploaded."""
         missing = [secret for secret in job.secrets if secret not in self._secrets]
         if missing:
             raise RequestRefused(f"the dispatcher was started without {', '.join(missing)}")
         key = os.urandom(16).hex()
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            values = {name: self._secrets[name] for name in job.secrets}
+            for file, content in ((SECRETS, json.dumps(values)), (KEY, key)):
+                info = zipfile.ZipInfo(file)
+                info.external_attr = 0o600 << 16
+                archive.writestr(info, content)
+        digest = hashlib.sha256(f"{job.nonce} {key}".encode()).hexdigest()
+        package = f"_ray_pkg_{digest[:32]}.zip"
+        self._api.put_package(package, buffer.getvalue())
+        body: Dict[str, Any] = json.loads(json.dumps(job.body))
+        body["submission_id"] = attempt_id(job.id, number)
+        body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, body["submission_id"])
+        body["runtime_env"]["env_vars"]["NEMO_RUN_ATTEMPT"] = str(number)
+        body["runtime_env"]["py_modules"].append(f"gcs://{package}")
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
-        name, data = secrets_package(job, self._secrets, key)
-        self._api.put_package(name, data)
-        body["runtime_env"]["py_modules"].append(f"gcs://{name}")
         return body
 
-    def _report(self, decision: Decision, table: Mapping[str, Attempt]) -> None:
+    def _report(self, decision: Decision) -> None:
         """Say one line for every job whose status has changed since the last look."""
-        is_first = not self._reported
+        if not self._reported:  # there may be thousands, and none happened now
+            say(f"the jobs are: {_count(decision)}")
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._clock()))
         for name, status in decision.statuses.items():
-            now = f"{status.state.value} {status.attempt} {status.reason.value}"
-            if self._reported.get(name) == now:
-                continue
-            self._reported[name] = now
-            self._changed_at = self._clock()
-            is_calm = status.state is JobState.WAITING and not status.reason.is_trouble
-            if is_first and (is_calm or status.state.is_terminal):
-                continue  # there may be thousands, and none happened now
-            submission_id = attempt_id(self._jobs[name].id, max(1, status.attempt))
-            node = status.node if status.state is JobState.RUNNING else ""
-            words = status.detail or (f"on node {node[:12]}" if node else "")
-            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._clock()))
-            say(f"{at} {status.state.value} {submission_id} {' '.join(words.split())}".rstrip())
-        if is_first:
-            say(f"{_count(decision)}; {len(table)} of their rows are in the job table")
+            now = status.state, status.attempt, status.reason
+            before, self._reported[name] = self._reported.get(name, now), now
+            if before != now:
+                self._changed_at = self._clock()
+                submission_id = attempt_id(self._jobs[name].id, max(1, status.attempt))
+                node = status.node if status.state is JobState.RUNNING else ""
+                words = status.detail or (f"on node {node[:12]}" if node else "")
+                say(f"{at} {status.state.value} {submission_id} {' '.join(words.split())}".rstrip())
 
     def _complain(self, about: str, text: str) -> None:
         if self._troubles.get(about) != text:
@@ -253,45 +246,19 @@ class Dispatcher:
             self._troubles[about] = text
 
 
-def attempt_body(job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
-    """The body of the request for a job's n-th attempt."""
-    body: Dict[str, Any] = json.loads(json.dumps(job.body))
-    name = attempt_id(job.id, number)
-    body["submission_id"] = name
-    body["entrypoint"] = started_as(body["entrypoint"], name)
-    body["runtime_env"]["env_vars"]["NEMO_RUN_ATTEMPT"] = str(number)
-    return body
-
-
-def secrets_package(
-    job: DispatchedJobSpec, secrets: Mapping[str, str], key: str
-) -> tuple[str, bytes]:
-    """Name and contents of the archive with the values of a job's secrets and the key of its end,
-    for one attempt."""
-    text = json.dumps({name: secrets[name] for name in job.secrets})
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, content in ((SECRETS, text), (KEY, key)):
-            info = zipfile.ZipInfo(name)
-            info.external_attr = 0o600 << 16
-            archive.writestr(info, content)
-    digest = hashlib.sha256(f"{job.nonce} {key}".encode()).hexdigest()
-    return f"_ray_pkg_{digest[:32]}.zip", buffer.getvalue()
-
-
 def run(dispatch: DispatchSpec, submission_id: str) -> int:
     """Run the dispatcher's job and return its exit code."""
-    memory = memory_bytes()
-    limit, chosen = default_limit(memory), "as the experiment asks"
+    chosen = "as the experiment asks"
     if dispatch.max_in_flight is None:
+        memory = memory_bytes()
         size = f"{HEAD_PART:.0%} of this node's {memory / 2**30:.1f} GiB"
         chosen = f"{size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
-    most = limit if dispatch.max_in_flight is None else dispatch.max_in_flight
-    say(f"{len(dispatch.jobs)} jobs, at most {most} at once: {chosen}")
+        dispatch = dispatch._replace(max_in_flight=default_limit(memory))
+    say(f"{len(dispatch.jobs)} jobs, at most {dispatch.max_in_flight} at once: {chosen}")
     secrets = read_secrets()
     try:
         api = find_dashboard(dispatch)
-        code = Dispatcher(dispatch, submission_id, api, secrets, limit).run()
+        code = Dispatcher(dispatch, submission_id, api, secrets).run()
     except WrongCluster as error:
         say(f"{error}; nothing more is started")
         code = JobExit.WRONG_CLUSTER
@@ -299,30 +266,23 @@ def run(dispatch: DispatchSpec, submission_id: str) -> int:
     return code
 
 
-def find_dashboard(
-    dispatch: DispatchSpec,
-    within_s: float = FOREIGN_MAX_S,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> DashboardClient:
+def find_dashboard(dispatch: DispatchSpec) -> DashboardClient:
     """The dashboard that belongs to the dispatch's session, however long it is away.
 
     Raises:
-        WrongCluster: only dashboards of other sessions have answered for ``within_s`` seconds.
+        WrongCluster: only dashboards of other sessions have answered for a while.
     """
-    foreign_since: Optional[float] = None
-    while foreign_since is None or clock() - foreign_since < within_s:
+    give_up_at = float("inf")
+    while time.monotonic() < give_up_at:
         for url in candidates(dispatch.dashboards):
-            try:
+            with suppress(Unanswered):
                 session = DashboardClient(url, timeout_s=5.0).session()
-            except Unanswered:
-                continue
-            # Where Ray has set the address it is this cluster's; and the dispatches of an
-            # allocation continue in the next one, whose Ray has another name.
-            if session == dispatch.session or url == own_dashboard():
-                return DashboardClient(url)
-            foreign_since = clock() if foreign_since is None else foreign_since
-        sleep(1.0)
+                # Where Ray has set the address it is this cluster's; and the dispatches of an
+                # allocation continue in the next one, whose Ray has another name.
+                if session == dispatch.session or url == own_dashboard():
+                    return DashboardClient(url)
+                give_up_at = min(give_up_at, time.monotonic() + FOREIGN_MAX_S)
+        time.sleep(1.0)
     raise WrongCluster(
         f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}"
     )
@@ -337,11 +297,8 @@ def memory_bytes() -> int:
     """This node's memory, or what its container may use of it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                total = min(total, int(file.read()))
-        except (OSError, ValueError):
-            continue  # no such file, or no limit in it
+        with suppress(OSError, ValueError), open(path, encoding="ascii") as file:
+            total = min(total, int(file.read()))  # "max" is no limit
     return total
 
 

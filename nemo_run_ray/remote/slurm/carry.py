@@ -32,7 +32,7 @@ from ..dashboard import DashboardClient, RequestRefused, Unanswered
 from ..end_record import LostEnds
 from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
 from ..node.output import say
-from ..spec import JobRow, JobRows
+from ..spec import SUBMISSION_ID, JobRow, JobRows
 from ..status import (
     Attempt,
     JobExit,
@@ -43,7 +43,6 @@ from ..status import (
     attempts_of,
     first_id,
     is_active,
-    started_as,
     status_of_row,
 )
 from .folder import CLUSTER_FAILED, READY, RunEnd
@@ -307,7 +306,7 @@ class Allocation:
             body = start["body"]
             number = 1 + max(self._attempts(self._carried)[folder])
             body["submission_id"] = attempt_id(name, number)
-            body["entrypoint"] = started_as(body["entrypoint"], body["submission_id"])
+            body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, body["submission_id"])
             dashboard.post(body)
             say(f"The chain {name} continues as {body['submission_id']}.")
         except (OSError, Unanswered, RequestRefused) as error:

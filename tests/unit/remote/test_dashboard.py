@@ -326,4 +326,4 @@ def test_no_other_port_is_shown_the_token_where_the_dashboard_is_known(monkeypat
 def test_ray_itself_is_asked_last(pythons):
     pythons("python3", "echo some warning; echo http://10.1.1.1:8266")
     pythons("python", "echo http://wrong")
-    assert list(candidates(()))[1:] == ["http://10.1.1.1:8266"]
+    assert list(candidates(())) == ["http://10.1.1.1:8266"]

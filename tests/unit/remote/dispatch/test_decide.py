@@ -14,9 +14,10 @@ from nemo_run_ray.remote.dispatch.decide import (
     Decision,
     Do,
     JobExit,
+    TimeLeft,
     decide,
+    time_left,
 )
-from nemo_run_ray.remote.dispatch.policies import SETTLE_S, TimeLeft, time_left
 from nemo_run_ray.remote.spec import DispatchedJobSpec, DispatchSpec, OutsideSpec
 from nemo_run_ray.remote.status import (
     CANCELLED,
@@ -155,13 +156,6 @@ def test_a_permanent_exit_code_is_not_tried_again():
     assert decide(plan, {"e.a": failed("a", exit_code=42)}, NOW).is_over
 
 
-def test_a_retry_comes_a_moment_after_the_failure():
-    plan = dispatch_of(job_spec("a", retries=1))
-    table = {"e.a": failed("a", ended_at=NOW)}
-    assert submitted(plan, table, NOW + SETTLE_S / 2) == []
-    assert submitted(plan, table, NOW + SETTLE_S) == ["e.a@2"]
-
-
 def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
     plan = dispatch_of(job_spec("a", retries=1))
     table = {"e.a": failed("a", Reason.NODE_DIED, ended_at=NOW)}
@@ -280,14 +274,13 @@ def test_a_row_of_rays_table_is_understood():
 
 @dataclass(frozen=True)
 class Scene:
-    """A chain, a table that may be impossible, and a limit."""
+    """A chain, and a table that may be impossible."""
 
     dispatch_of: DispatchSpec
     table: dict[str, Attempt]
-    limit: int | None
 
     def decide(self) -> Decision:
-        return decide(self.dispatch_of, self.table, NOW, self.limit)
+        return decide(self.dispatch_of, self.table, NOW)
 
     def own(self, one: DispatchedJobSpec) -> dict[int, Attempt]:
         """Rows at the ids of a job, also strangers'."""
@@ -329,7 +322,6 @@ _KINDS = (
     *(succeeded("") for _ in range(6)),
     failed(""),
     failed("", exit_code=2),
-    failed("", ended_at=NOW - SETTLE_S / 2),
     *(failed("", reason) for reason in (*sorted(PERMANENT), Reason.NOT_STARTED, Reason.SIGNAL)),
     failed("", Reason.START_TIMEOUT),
     failed("", Reason.START_TIMEOUT, posted_at=NOW - 70, ended_at=NOW - 50),
@@ -393,36 +385,25 @@ def scenes(draw) -> Scene:
     plan = dispatch_of(*job_specs, max_in_flight=draw(st.sampled_from((None, 1, 3))))
     if draw(who) > 12:
         table[plan.cancel_id] = replace(claimed(""), nonce=draw(st.sampled_from(("boss", "x"))))
-    return Scene(plan, table, draw(st.sampled_from((None, 1, 4))))
+    return Scene(plan, table)
 
 
-many = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
-)
-
-
-@many
-@given(scenes())
-def test_every_dependency_of_a_submit_is_proven(scene):
+def _every_dependency_of_a_submit_is_proven(scene):
     job_specs = {one.name: one for one in scene.dispatch_of.jobs}
     for one, _ in scene.submits():
         assert all(scene.proven(job_specs[name]) for name in one.after)
         assert all(scene.proven(other) for other in one.outside)
 
 
-@many
-@given(scenes())
-def test_submits_never_exceed_the_limit(scene):
-    limit = scene.dispatch_of.max_in_flight or scene.limit
+def _submits_never_exceed_the_limit(scene):
+    limit = scene.dispatch_of.max_in_flight
     live = sum(len(scene.live(one)) for one in scene.dispatch_of.jobs)
     submits = len(scene.submits())
     assert submits <= STARTING_MAX
     assert limit is None or submits <= max(0, limit - live)
 
 
-@many
-@given(scenes())
-def test_an_attempt_follows_only_the_failed_last_one(scene):
+def _an_attempt_follows_only_the_failed_last_one(scene):
     for one, number in scene.submits():
         rows = scene.own(one)
         assert scene.live(one) == []
@@ -430,17 +411,13 @@ def test_an_attempt_follows_only_the_failed_last_one(scene):
         assert not rows or rows[number - 1].status.state is JobState.FAILED
 
 
-@many
-@given(scenes())
-def test_every_id_is_taken_once(scene):
+def _every_id_is_taken_once(scene):
     ids = did(scene.decide(), Do.SUBMIT, Do.CLAIM)
     assert len(set(ids)) == len(ids)
     assert not set(ids) & set(scene.table)
 
 
-@many
-@given(scenes())
-def test_retries_are_given_only_to_what_has_some(scene):
+def _retries_are_given_only_to_what_has_some(scene):
     for one, number in scene.submits():
         rows = scene.own(one)
         counted = [
@@ -454,13 +431,11 @@ def test_retries_are_given_only_to_what_has_some(scene):
         last = rows[number - 1]
         assert last.status.reason not in PERMANENT
         assert last.exit_code is None or last.exit_code not in one.permanent_exit_codes
-        wait_s = NODE_DEAD_S if last.status.reason is Reason.NODE_DIED else SETTLE_S
+        wait_s = NODE_DEAD_S if last.status.reason is Reason.NODE_DIED else 0
         assert last.ended_at + wait_s <= NOW
 
 
-@many
-@given(scenes())
-def test_every_claim_is_final(scene):
+def _every_claim_is_final(scene):
     decision = scene.decide()
     for one in scene.dispatch_of.jobs:
         rows = scene.own(one).values()
@@ -470,9 +445,7 @@ def test_every_claim_is_final(scene):
             assert all(job is not one for job, _ in scene.submits())
 
 
-@many
-@given(scenes())
-def test_a_cancelled_chain_starts_nothing_and_stops_all(scene):
+def _a_cancelled_chain_starts_nothing_and_stops_all(scene):
     table = {**scene.table, scene.dispatch_of.cancel_id: replace(claimed(""), nonce="boss")}
     scene = replace(scene, table=table)
     decision = scene.decide()
@@ -483,9 +456,7 @@ def test_a_cancelled_chain_starts_nothing_and_stops_all(scene):
         assert decision.is_over
 
 
-@many
-@given(scenes())
-def test_strangers_fail_their_job_and_are_left_alone(scene):
+def _strangers_fail_their_job_and_are_left_alone(scene):
     decision = scene.decide()
     ids = {one.submission_id for one in decision.actions}
     for one in scene.dispatch_of.jobs:
@@ -497,9 +468,7 @@ def test_strangers_fail_their_job_and_are_left_alone(scene):
             assert not ids & {attempt_id(one.id, n) for n, row in rows if row.nonce != one.nonce}
 
 
-@many
-@given(scenes())
-def test_what_strangers_do_changes_nothing(scene):
+def _what_strangers_do_changes_nothing(scene):
     job_specs = {one.id: one for one in scene.dispatch_of.jobs}
     ended = dict(scene.table)
     for name, row_ in scene.table.items():
@@ -509,9 +478,7 @@ def test_what_strangers_do_changes_nothing(scene):
     assert scene.decide() == replace(scene, table=ended).decide()
 
 
-@many
-@given(scenes())
-def test_what_must_not_go_on_is_stopped_and_nothing_else(scene):
+def _what_must_not_go_on_is_stopped_and_nothing_else(scene):
     decision = scene.decide()
     stops = set(did(decision, Do.STOP))
     claims = set(did(decision, Do.CLAIM))
@@ -529,9 +496,7 @@ def test_what_must_not_go_on_is_stopped_and_nothing_else(scene):
     assert stops == may
 
 
-@many
-@given(scenes())
-def test_what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
+def _what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
     actions = scene.decide().actions
     for position, action in enumerate(actions):
         if action.do is Do.CLAIM:
@@ -546,9 +511,7 @@ def test_what_is_not_placed_in_time_is_claimed_before_it_is_stopped(scene):
             assert (Do.STOP, attempt_id(one.id, _number(action) - 1)) in later
 
 
-@many
-@given(scenes())
-def test_a_failure_cancels_what_depends_on_it_and_nothing_else(scene):
+def _a_failure_cancels_what_depends_on_it_and_nothing_else(scene):
     statuses = scene.decide().statuses
     assert list(statuses) == [one.name for one in scene.dispatch_of.jobs]
     for one in scene.dispatch_of.jobs:
@@ -565,9 +528,7 @@ def test_a_failure_cancels_what_depends_on_it_and_nothing_else(scene):
             assert not all(map(scene.proven, one.outside)) or ended
 
 
-@many
-@given(scenes())
-def test_what_can_be_done_is_done(scene):
+def _what_can_be_done_is_done(scene):
     decision = scene.decide()
     waiting = {
         one.name: one
@@ -587,14 +548,35 @@ def test_what_can_be_done_is_done(scene):
         status = decision.statuses[one.name]
         last = scene.own(one).get(status.attempt)
         died = last is not None and last.status.reason is Reason.NODE_DIED
-        wait_s = NODE_DEAD_S if died else SETTLE_S
+        wait_s = NODE_DEAD_S if died else 0
         if status.reason is not Reason.WAITS and (not last or last.ended_at + wait_s <= NOW):
             assert did(decision, Do.SUBMIT)
 
 
-@many
+_RULES = (
+    _every_dependency_of_a_submit_is_proven,
+    _submits_never_exceed_the_limit,
+    _an_attempt_follows_only_the_failed_last_one,
+    _every_id_is_taken_once,
+    _retries_are_given_only_to_what_has_some,
+    _every_claim_is_final,
+    _a_cancelled_chain_starts_nothing_and_stops_all,
+    _strangers_fail_their_job_and_are_left_alone,
+    _what_strangers_do_changes_nothing,
+    _what_must_not_go_on_is_stopped_and_nothing_else,
+    _what_is_not_placed_in_time_is_claimed_before_it_is_stopped,
+    _a_failure_cancels_what_depends_on_it_and_nothing_else,
+    _what_can_be_done_is_done,
+)
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
 @given(scenes(), st.randoms(use_true_random=False))
-def test_a_decision_is_a_pure_function_of_a_set_of_rows(scene, chance):
+def test_every_decision_keeps_all_rules_and_depends_on_the_rows_alone(scene, chance):
+    for rule in _RULES:
+        rule(scene)
     before = copy.deepcopy(scene)
     decision = scene.decide()
     assert scene == before
