@@ -189,7 +189,7 @@ class FakeRay:
         own_id = max(name for name in self.rows if first_id(name) == plan.id)
         self._dispatchers.add(plan.id)
         self.rows[own_id].update(status="RUNNING", driver_node_id=NODE)
-        one = Dispatcher(plan, own_id, self.api(), {}, 100, lambda: self.now)
+        one = Dispatcher(plan, own_id, self.api(), {}, lambda: self.now)
         for _ in range(rounds):
             code = one.round()
             if code is not None:

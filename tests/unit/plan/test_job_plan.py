@@ -27,7 +27,6 @@ from nemo_run_ray.plan.job import (
     plan,
 )
 from nemo_run_ray.remote import start
-from nemo_run_ray.remote.dispatch.dispatcher import attempt_body
 
 _WORDS = [
     "",
@@ -471,10 +470,6 @@ def test_the_dry_run_of_other_probes(probe, words):
 def test_a_dispatched_job_leaves_the_id_of_the_attempt_open():
     planned = _planned(_app("true"), python="/opt/e.job nonce/python")
     spec = planned.dispatched(planned.body({}, [], "nonce"), [], "e.dispatcher")
-    for number, name in ((1, planned.submission_id), (3, f"{planned.submission_id}@3")):
-        body = attempt_body(spec, number)
-        assert (
-            body["entrypoint"]
-            == replace(planned, submission_id=name).body({}, [], "nonce")["entrypoint"]
-        )
-        assert body["submission_id"] == name
+    for name in (planned.submission_id, f"{planned.submission_id}@3"):
+        body = replace(planned, submission_id=name).body({}, [], "nonce")
+        assert spec.body["entrypoint"].replace(SUBMISSION_ID, name) == body["entrypoint"]
