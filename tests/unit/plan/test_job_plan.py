@@ -27,6 +27,7 @@ from nemo_run_ray.plan.job import (
     plan,
 )
 from nemo_run_ray.remote import start
+from nemo_run_ray.remote.spec import SUBMISSION_ID
 
 _WORDS = [
     "",
