@@ -35,7 +35,7 @@ from nemo_run_ray.errors import (
     Unauthorised,
     Unreachable,
 )
-from nemo_run_ray.remote.dashboard import is_passing, retry_after_s
+from nemo_run_ray.remote.dashboard import is_passing, last_line, retry_after_s
 
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
 #: works on before it answers.
@@ -56,12 +56,18 @@ MALFORMED = (
     ArithmeticError,
     RecursionError,
 )
-#: Seconds for which a request is repeated whose answers say when to ask again.
-LATER_S = 120.0
 #: Seconds until a wait notices Ctrl-C, and until a line says what is waited for.
 _NOTICE_S, SAY_S = 0.2, 10.0
+#: Reasons that asking again does not change, and the next steps.
+_LASTING = {
+    "CERTIFICATE_VERIFY_FAILED": "Renew the certificate, or give its CA: "
+    "ExistingCluster(url, verify='ca.pem').",
+    "WRONG_VERSION_NUMBER|record layer failure": "No TLS is spoken there: try http:// in the "
+    "address.",
+    "^the answer": "Is it a Ray dashboard, and does a proxy before it compress?",
+}
 #: A proxy's address.
-_PROXY = re.compile(r"https?://([^@/]*:[^@/]*@)?([\w.-]+|\[[\w.:]+\])(:\d*)?/?", re.ASCII)
+_PROXY = re.compile(r"https?://([^@/]*:[^@/]*@)?([\w.-]+|\[[\w.:]+\])(:\d{0,5})?/?", re.ASCII)
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
@@ -72,16 +78,14 @@ class Cached(Generic[_T]):
     Args:
         ask: asks once.
         age_s: seconds that an answer serves.
-        idle_age_s: the same of an empty answer, and of a failure.
     """
 
-    def __init__(self, ask: Callable[[], _T], age_s: float, idle_age_s: float) -> None:
+    def __init__(self, ask: Callable[[], _T], age_s: float) -> None:
         self._ask = ask
-        self._age_s, self._idle_age_s = age_s, idle_age_s
+        self._age_s = age_s
         self._lock = threading.Lock()
-        self._asked_at = self._ask_again_at = -math.inf
-        self._answer: tuple[_T, ...] = ()
-        self._error: NemoRunRayError | None = None
+        self._asked_at = -math.inf
+        self._answer: Future[_T] = Future()
 
     def get(self, fresh: bool = False) -> _T:
         """The answer; a fresh one was asked for after this call. Threads share a request.
@@ -89,25 +93,20 @@ class Cached(Generic[_T]):
         Raises:
             NemoRunRayError: what asking raised.
         """
-        called_at = time.monotonic()
+        oldest = time.monotonic() - (0.0 if fresh else self._age_s)
         with self._lock:
-            if called_at >= self._ask_again_at or (fresh and self._asked_at < called_at):
+            if self._asked_at < oldest:
                 self._asked_at = time.monotonic()
+                self._answer = Future()
                 try:
-                    self._answer, self._error = (self._ask(),), None
+                    self._answer.set_result(self._ask())
                 except NemoRunRayError as error:
-                    self._error = error
-                if self._error is None and self._answer[0]:
-                    self._ask_again_at = self._asked_at + self._age_s
-                else:  # which may have taken long to come
-                    self._asked_at = time.monotonic()
-                    self._ask_again_at = self._asked_at + self._idle_age_s
-            if self._error is not None:
-                raise self._error
-            return self._answer[0]
+                    self._answer.set_exception(error)
+                    self._asked_at = time.monotonic()  # it may have taken long to fail
+            return self._answer.result()
 
     def forget(self) -> None:
-        self._asked_at = self._ask_again_at = -math.inf
+        self._asked_at = -math.inf
 
 
 class Http:
@@ -118,10 +117,9 @@ class Http:
         #: The proxy of every request and every WebSocket.
         self.proxy = None if dashboard.is_loopback else proxy_of(dashboard.url)
         self._tls = tls(dashboard.verify)
-        #: Clients without a request. Each has one connection, so that one request can be given up.
-        self._idle: list[httpx.Client] = []
-        # NeMo-Run shows every logger's INFO, and httpx logs each request: a line every two seconds.
-        logging.getLogger("httpx").addFilter(self._is_not_ours)
+        #: Transports without a request. Each has one connection, so that a request can be given up.
+        #: They follow no redirect, and log nothing: NeMo-Run would show each request.
+        self._idle: list[httpx.HTTPTransport] = []
 
     def request(
         self,
@@ -143,12 +141,12 @@ class Http:
             Unreachable: no answer can ever come.
             ClusterError: Ctrl-C has ended the wait.
         """
-        client = self._client()
+        transport = self._transport()
         try:
-            response = self._send(client, method, path, limit_s, _read, **content)
+            response = self._send(transport, method, path, limit_s, _read, **content)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
-        self._idle.append(client)
+        self._idle.append(transport)
         return response
 
     def get(
@@ -180,24 +178,17 @@ class Http:
             limit_s: seconds until the answer begins, and from one piece to the next.
             params: of the request.
         """
-        with contextlib.closing(self._client()) as client:
-            yield self._send(client, "GET", path, limit_s, _as_it_is, params=params)
+        with contextlib.closing(self._transport()) as transport:
+            yield self._send(transport, "GET", path, limit_s, _as_it_is, params=params)
 
-    def _client(self) -> httpx.Client:
+    def _transport(self) -> httpx.HTTPTransport:
         with contextlib.suppress(IndexError):
             return self._idle.pop()
-        return httpx.Client(
-            # Decoding could make gigabytes of kilobytes; Ray does not compress.
-            headers={**self.dashboard.headers, "Accept-Encoding": "identity"},
-            verify=self._tls,
-            proxy=self.proxy,
-            trust_env=False,
-            follow_redirects=False,  # a redirected POST would become a GET, and be answered
-        )
+        return httpx.HTTPTransport(verify=self._tls, proxy=self.proxy, trust_env=False)
 
     def _send(
         self,
-        client: httpx.Client,
+        transport: httpx.HTTPTransport,
         method: str,
         path: str,
         limit_s: float,
@@ -208,17 +199,22 @@ class Http:
 
         The time limits of sockets begin anew with every byte, and no signal reaches a thread.
         """
-        request = client.build_request(
+        limits = {"connect": CONNECT_S, "read": limit_s, "write": limit_s, "pool": limit_s}
+        request = httpx.Request(
             method,
             self.url(path),
-            timeout=httpx.Timeout(limit_s, connect=CONNECT_S),
+            # Decoding could make gigabytes of kilobytes; Ray does not compress.
+            headers={**self.dashboard.headers, "Accept-Encoding": "identity"},
+            extensions={"timeout": limits},
             **content,
         )
         answer: Future[httpx.Response] = Future()
 
         def work() -> None:
             try:
-                answer.set_result(read(client.send(request, stream=True)))
+                response = transport.handle_request(request)
+                response.request = request
+                answer.set_result(read(response))
             except BaseException as error:
                 answer.set_exception(error)
 
@@ -235,13 +231,8 @@ class Http:
                     raise httpx.ReadTimeout(f"timed out after {limit_s:g} s")
             return answer.result()
         except BaseException:
-            client.close()  # ends the thread at the next byte, or at its socket's time limit
+            transport.close()  # ends the thread at the next byte, or at its socket's time limit
             raise
-
-    def _is_not_ours(self, record: logging.LogRecord) -> bool:
-        # httpx writes an address without a default port, and in small letters.
-        url = str(httpx.URL(self.dashboard.url)).rstrip("/")
-        return record.levelno >= logging.WARNING or url not in record.getMessage()
 
     def url(self, path: str) -> str:
         return f"{self.dashboard.url}{path}"
@@ -258,38 +249,22 @@ class Http:
             raise self.not_ray(response) from error
 
     def close(self) -> None:
-        for client in self._idle:
-            client.close()
+        for transport in self._idle:
+            transport.close()
         self._idle.clear()
-        logging.getLogger("httpx").removeFilter(self._is_not_ours)
 
     # ------------------------------------------------------------------ translation of failures
 
     def unreachable(self, error: httpx.HTTPError) -> ClusterError:
         """The error of this package for one of httpx."""
-        if isinstance(error, httpx.LocalProtocolError):
-            return Unreachable(
-                f"The request to {self.dashboard.url} cannot be formed: a header or the token "
-                "holds a character that HTTP does not allow (it is not shown here). Correct it."
-            )
         why_dead = self.dashboard.why_dead()
         if why_dead:  # there is no need to ask again
             return Unreachable(why_dead)
         cause = str(error).rstrip(".") or type(error).__name__
-        kind: type[ClusterError] = Unanswered
-        if "CERTIFICATE_VERIFY_FAILED" in cause:
-            kind = Unreachable  # the same request once more would be refused too
-            step = "Renew the certificate, or give its CA: ExistingCluster(url, verify='ca.pem')."
-        elif re.search("WRONG_VERSION_NUMBER|record layer failure", cause, re.IGNORECASE):
-            kind = Unreachable
-            step = "No TLS is spoken there: try http:// in the address."
-        elif isinstance(error, httpx.DecodingError):
-            kind = Unreachable
-            step = "Ray does not answer so: is it a Ray dashboard, does a proxy before it compress?"
-        elif isinstance(error, httpx.ConnectError):
-            step = "Is the address right, the cluster up, a tunnel open?"
-        else:
-            step = "It may be overloaded, or not be a Ray dashboard."
+        lasting = (step for why, step in _LASTING.items() if re.search(why, cause, re.IGNORECASE))
+        step = next(lasting, "")
+        kind = Unreachable if step else Unanswered
+        step = step or "Is the address right, the cluster up, a tunnel open?"
         return kind(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
 
     def unanswered(self, response: httpx.Response, what: str) -> Unanswered:
@@ -298,7 +273,7 @@ class Http:
         later = f"in {after_s:.0f} s" if after_s else "later"
         return Unanswered(
             f"{self.dashboard.url} answered {response.status_code} to {what}: "
-            f"{last_line(response.text)}. Look at the dashboard's log, or try again {later}.",
+            f"{last_line(response.content)}. Look at the dashboard's log, or try again {later}.",
             after_s,
         )
 
@@ -327,59 +302,40 @@ class Http:
         )
         raise Unauthorised(
             f"Ray's dashboard at {self.dashboard.url} answered {response.status_code}: "
-            f"{last_line(response.text)}. {found}. {step}"
+            f"{last_line(response.content)}. {found}. {step}"
         )
 
 
 def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
-    """What ``ask`` gives, asked again for so many seconds when there is no answer.
+    """Ask again for some seconds while there is no answer.
 
-    The pauses grow and differ, so that many clients do not ask at the same moments. An answer that
-    says when to ask again has more time.
+    The pauses grow and differ, so that many clients do not ask at the same moments.
 
     Args:
         ask: asks once.
         patience_s: seconds.
         what: the object of the wait, for a line that says it; empty where somebody else does.
     """
-    if patience_s <= 0:
-        return ask()
     backoff = wait_random_exponential(multiplier=0.2, max=3)
 
-    def is_over(state: RetryCallState) -> bool:
-        limit_s = max(patience_s, LATER_S) if _after_s(state) else patience_s
-        return stop_before_delay(limit_s)(state)
+    def pause_s(state: RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome else None
+        return max(backoff(state), getattr(error, "after_s", 0.0))
 
     attempts = Retrying(
         sleep=pause,
         retry=retry_if_exception_type(Unanswered),
-        stop=is_over,
-        wait=lambda state: max(backoff(state), _after_s(state)),
+        stop=stop_before_delay(patience_s),
+        wait=pause_s,
         reraise=True,
     )
-    trouble: list[str] = []
-
-    def asked() -> _T:
-        try:
-            return ask()
-        except Unanswered as error:
-            trouble[:] = [str(error)]
-            raise
-
-    if not what:
+    with waiting_for(what) if what and patience_s > 0 else contextlib.nullcontext():
         return attempts(ask)
-    with waiting_for(what, lambda: "".join(trouble)):
-        return attempts(asked)
 
 
 @contextlib.contextmanager
 def waiting_for(what: str, why: Callable[[], str] = str) -> Iterator[None]:
-    """Say once what is waited for, when the block takes long.
-
-    Args:
-        what: the object of the wait.
-        why: gives the last trouble, in a sentence.
-    """
+    """Say once what is waited for, and the last trouble, when the block takes long."""
 
     def say() -> None:
         log.warning("%s", f"Waiting for {what} since {SAY_S:.0f} s. {why()}".rstrip())
@@ -392,11 +348,6 @@ def waiting_for(what: str, why: Callable[[], str] = str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _after_s(state: RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome else None
-    return error.after_s if isinstance(error, Unanswered) else 0.0
 
 
 def check_interrupted(what: str) -> None:
@@ -462,22 +413,15 @@ def proxy_of(url: str) -> str | None:
         return None
     given = proxies[name]
     address = given if "://" in given else f"http://{given}"
-    with contextlib.suppress(ValueError):  # of a port that is too large
-        if _PROXY.fullmatch(address) and urlsplit(address).port != 0:
-            return address
-    variable, scheme = f"{name}_proxy", address.partition("://")[0]
+    if _PROXY.fullmatch(address):
+        return address
+    variable = f"{name}_proxy"
     raise ConfigError(
         f"The variable {variable if variable in os.environ else variable.upper()} names a proxy "
-        f"that cannot be used for {url} (it begins with {scheme}://); expected "
+        f"that cannot be used for {url}; expected "
         "http:// or https://, with [user:password@]host:port. Correct it, or name the dashboard's "
         "host in NO_PROXY if it needs no proxy."
     )
-
-
-def last_line(text: str) -> str:
-    """The last line of an answer that says something: of a traceback, the error."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip(" .")]
-    return (lines[-1] if lines else "no text")[:300].rstrip(".")
 
 
 def tls(verify: bool | str) -> ssl.SSLContext:

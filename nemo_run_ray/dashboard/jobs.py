@@ -6,6 +6,7 @@ jitter; the one that starts a job is not: its sender decides (``experiment/dispa
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -14,17 +15,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
-import httpx
-
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.http import SLOW_S, Cached, Http, last_line, repeat
+from nemo_run_ray.dashboard.http import SLOW_S, Cached, Http, repeat
 from nemo_run_ray.dashboard.logs import LogStream
 from nemo_run_ray.dashboard.state import AliveNodes, StateApi
 from nemo_run_ray.errors import ClusterError, JobRefused, SubmissionError, Taken, TooOld
 from nemo_run_ray.fields import version_of
-from nemo_run_ray.remote.dashboard import is_passing, refuses_job
+from nemo_run_ray.remote.dashboard import is_passing, last_line, refuses_job
 from nemo_run_ray.remote.end_record import LostEnds
-from nemo_run_ray.remote.spec import JobRow, JobRows, fits, job_row, job_rows
+from nemo_run_ray.remote.spec import JobRow, JobRows, job_row, job_rows
 from nemo_run_ray.remote.status import is_pending, is_running
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
@@ -36,8 +35,8 @@ TABLE_AGE_S = 1.5
 _TABLE_S = 30.0
 #: Seconds that an archive may take on its way, and for how long one is sent again.
 _UPLOAD_S, _UPLOAD_AGAIN_S = 600.0, 60.0
-#: Seconds between two looks for orphans, and until a request that failed is repeated.
-_WAKE_AGAIN_S, _WAKE_FAILED_S = 20.0, 5.0
+#: Seconds between two looks for orphans.
+_WAKE_AGAIN_S = 20.0
 #: Seconds that a job may be about to start before it may be an orphan.
 _PENDING_LONG_S = 30.0
 #: A label that Ray's job manager refuses after it has looked at all jobs, before it takes the id.
@@ -59,7 +58,7 @@ class JobsApi:
     def __init__(self, dashboard: Dashboard) -> None:
         self.dashboard = dashboard
         self._http = Http(dashboard)
-        self._table = Cached(self._rows, TABLE_AGE_S, TABLE_AGE_S)
+        self._table = Cached(self._rows, TABLE_AGE_S)
         self.state = StateApi(self._http)
         self._ends = LostEnds(self.state.log_end)
         self._earlier = dashboard.earlier
@@ -105,12 +104,11 @@ class JobsApi:
             TooOld: it cannot; the message names the feature and the first version that has it.
         """
         if selector_since is not None and version_of(version) < selector_since:
-            needed = ".".join(str(part) for part in selector_since)
+            needed = ".".join(map(str, selector_since))
             raise TooOld(
                 "Choosing nodes by RayExecutor.label_selector, or by strategy in a group, needs "
                 f"Ray {needed} or newer; the cluster at {self.dashboard.url} runs {version}. "
-                "Upgrade it, or use resources_per_node with a custom resource of the nodes that "
-                "you mean."
+                "Upgrade it, or use resources_per_node with a custom resource of these nodes."
             )
 
     # ------------------------------------------------------------------ jobs
@@ -148,17 +146,17 @@ class JobsApi:
         finally:
             self._table.forget()
         if response.status_code == 200:
-            if _answered_id(response) != body["submission_id"]:
-                raise self._http.not_ray(response)
-            return
+            if self._http.read(response, lambda row: row["submission_id"]) == body["submission_id"]:
+                return
+            raise self._http.not_ray(response)
         if "already exists" in response.text:
             raise Taken(f"Ray at {self.dashboard.url} has a job {body['submission_id']} already.")
         self._http.check_front(response)
         if refuses_job(response.status_code, response.text):
             raise JobRefused(
                 f"Ray at {self.dashboard.url} refuses the job {body['submission_id']}: "
-                f"{last_line(response.text)} (HTTP {response.status_code}). Nothing was started. "
-                "Correct what Ray names and run it again."
+                f"{last_line(response.content)} (HTTP {response.status_code}). "
+                "Nothing was started. Correct what Ray names and run it again."
             )
         raise self._http.unanswered(response, "a new job")
 
@@ -182,8 +180,7 @@ class JobsApi:
         """
         if time.monotonic() - self._orphans_sought_at < _WAKE_AGAIN_S:
             return False
-        self._orphans_sought_at = time.monotonic()
-        now = time.time()
+        self._orphans_sought_at, now = time.monotonic(), time.time()
         name = orphan(rows, self.state.alive_nodes, now, self._woken_at)
         if not name:
             return False
@@ -194,14 +191,9 @@ class JobsApi:
             "entrypoint": "true",
             "entrypoint_label_selector": _REFUSED_LABEL,
         }
-        try:
-            answer = self._http.request("POST", "/api/jobs/", SLOW_S, json=body).text
-        except ClusterError:
-            answer = ""
-        if "Invalid label" in answer:
-            self._woken_at = now
-        else:
-            self._orphans_sought_at -= _WAKE_AGAIN_S - _WAKE_FAILED_S
+        with contextlib.suppress(ClusterError):
+            if "Invalid label" in self._http.request("POST", "/api/jobs/", SLOW_S, json=body).text:
+                self._woken_at = now
         return True
 
     # ------------------------------------------------------------------ archives
@@ -223,7 +215,7 @@ class JobsApi:
             if 400 <= response.status_code < 500 and not is_passing(response.status_code):
                 raise SubmissionError(
                     f"{self.dashboard.url} refuses an archive of {len(data) / 1024**2:.1f} MiB: "
-                    f"{last_line(response.text)} (HTTP {response.status_code}). A proxy before "
+                    f"{last_line(response.content)} (HTTP {response.status_code}). A proxy before "
                     "the dashboard may have a lower limit than Ray's 100 MiB."
                 )
             if response.status_code != 200:
@@ -251,17 +243,7 @@ def _job_path(submission_id: str) -> str:
 
 
 def _version(answer: Any) -> dict[str, str]:
-    shape = {"ray_version": str, "session_name": str}
-    if not fits(answer, shape):
-        raise ValueError("the version is no object of texts")
-    return {name: answer[name] for name in shape}
-
-
-def _answered_id(response: httpx.Response) -> object:
-    try:
-        return response.json()["submission_id"]
-    except (ValueError, KeyError, TypeError):
-        return None
+    return {name: str(answer[name]) for name in ("ray_version", "session_name")}
 
 
 def orphan(
@@ -281,18 +263,16 @@ def orphan(
         now: seconds since the epoch.
         woken_at: the same, when the job manager was last made to look after all jobs.
     """
+    alive = alive_nodes() if any(map(is_running, rows.values())) else None
     for name, row in rows.items():
-        age_s = now - (row.get("start_time") or 0) / 1000
-        if is_pending(row) and age_s > _PENDING_LONG_S:
-            return name
-    running = {name: row for name, row in rows.items() if is_running(row)}
-    alive = alive_nodes() if running else None
-    if alive is None:
-        return ""
-    for name, row in running.items():
         node, posted_at = row.get("driver_node_id"), (row.get("start_time") or 0) / 1000
-        if node and node not in alive.ids:
-            return name
-        if max(posted_at, woken_at) < alive.head_since:
+        if is_pending(row):
+            is_orphan = now - posted_at > _PENDING_LONG_S
+        elif is_running(row) and alive is not None:
+            is_lost = bool(node) and node not in alive.ids
+            is_orphan = is_lost or max(posted_at, woken_at) < alive.head_since
+        else:
+            is_orphan = False
+        if is_orphan:
             return name
     return ""

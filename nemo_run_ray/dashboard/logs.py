@@ -2,16 +2,13 @@
 
 The agent of a node that is asked for a log by the Jobs API starts a job manager, which writes over
 the exit codes of jobs that fail at this moment (``remote/end_record.py``). The state API starts
-none, but a stream of it goes on in the agent for ever when its reader has left (Ray 2.60).
+none, but a stream of it continues in the agent for ever when its reader is gone (Ray 2.60).
 """
 
 from __future__ import annotations
 
 import codecs
 import io
-import json
-import re
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,24 +29,16 @@ from nemo_run_ray.remote.status import JobState, is_active, state_of_row
 _MESSAGE_MAX_BYTES = 8 * 1024**2
 #: Seconds that a log stream gets for its close. Ray reads nothing on that socket and never answers.
 _CLOSE_S = 0.1
-#: Seconds of a log stream's silence until the job is looked at for the first time, from one look to
-#: the next at most, and until the stream is given up. On a busy head a stream may stand still, and
-#: NeMo-Run waits for a log only until 10 s after the job's end (0.12).
-_LOOK_S, _SILENCE_S, _SILENCE_MAX_S = 3.0, 15.0, 300.0
+#: Seconds of a log stream's silence until the job is looked at, from the first time on which an
+#: unanswered look counts, and until the stream is given up. On a busy head a stream may stand
+#: still, and NeMo-Run waits for a log only until 10 s after the job's end (0.12).
+_LOOK_S, _UNANSWERED_S, _SILENCE_MAX_S = 5.0, 15.0, 300.0
 #: Seconds from one look to the next at a job whose stream has not begun: it may never start.
 _BEGIN_S = 1.0
 #: Seconds that the state API may take for all of a log.
 _READING_MAX_S = "86400"
 #: What a front answers that passes the Jobs API on and not the state API.
 _CLOSED = {401, 403, 404, 405, 501}
-
-#: Characters within which the log begins; its text is the only field of Ray's answer.
-_BEGIN_MAX = 1000
-#: The body of a complete escape sequence, or of a plain run, inside a JSON string.
-_JSON_TEXT = re.compile(
-    r'(?:[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
-    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*"
-)
 
 
 class _Refused(Exception):
@@ -113,7 +102,6 @@ class LogStream:
         url = self._http.url(f"{_path(submission_id)}/tail")
         try:
             with self._open(url) as stream:
-                _keep_alive(stream.socket)
                 yield from self._messages(stream, submission_id, may_begin)
         except _Refused as error:
             if error.status == 404:
@@ -172,17 +160,11 @@ class LogStream:
                     yield from decode_text(response.iter_bytes())
                     return
                 if response.status_code not in _CLOSED:
-                    raise self._cut(LOG_FILE, response)
-        path = _path(submission_id)
-        with self._http.stream(path, silence_s) as response:
-            if response.status_code == 404:
-                raise self._no_such_job(submission_id)
-            if response.status_code != 200:
-                raise self._cut(path, response)
-            yield from decode_log(response.iter_text())
-
-    def _cut(self, path: str, response: httpx.Response) -> StreamCut:
-        return StreamCut(f"{self._http.url(path)}: HTTP {response.status_code}")
+                    raise StreamCut(f"{self._http.url(LOG_FILE)}: HTTP {response.status_code}")
+        response = self._http.get(_path(submission_id), may_be_absent=True, limit_s=SLOW_S)
+        if response.status_code == 404:
+            raise self._no_such_job(submission_id)
+        yield self._http.read(response, lambda answer: str(answer["logs"]))
 
     def _open(self, url: str) -> ClientConnection:
         dashboard = self._http.dashboard
@@ -208,7 +190,7 @@ class LogStream:
     ) -> Iterator[str]:
         silent_s, has_begun = 0.0, False
         while True:
-            patience_s = min(max(_LOOK_S, silent_s), _SILENCE_S) if has_begun else _BEGIN_S
+            patience_s = _LOOK_S if has_begun else _BEGIN_S
             try:
                 message = stream.recv(timeout=patience_s)
             except TimeoutError:
@@ -228,7 +210,7 @@ class LogStream:
         try:
             row = self._row(submission_id)
         except Unanswered:
-            if silent_s < _SILENCE_S:  # the stream may be sound all the same
+            if silent_s < _UNANSWERED_S:  # the stream may be sound all the same
                 return
             raise
         if row is None or not is_active(row) or silent_s >= _SILENCE_MAX_S:
@@ -242,14 +224,6 @@ def _path(submission_id: str) -> str:
     return f"/api/jobs/{quote(submission_id, safe='')}/logs"
 
 
-def _keep_alive(stream: socket.socket) -> None:
-    """Let the kernel notice within a minute that the other end of a silent stream is gone."""
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):  # not on every system
-            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
 def decode_text(pieces: Iterable[bytes]) -> Iterator[str]:
     """The text as Ray's Jobs API reads it: every end of a line is ``\\n``. No byte is lost."""
     utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
@@ -261,26 +235,3 @@ def decode_text(pieces: Iterable[bytes]) -> Iterator[str]:
     rest = decoder.decode(b"", final=True)
     if rest:
         yield rest
-
-
-def decode_log(pieces: Iterator[str]) -> Iterator[str]:
-    """The text in ``{"logs": "…"}``, decoded piece by piece: a log need not fit into memory."""
-    buffer = ""
-    inside = False
-    for piece in pieces:
-        buffer += piece
-        if not inside:
-            start = re.search(r'"logs":\s*"', buffer)
-            if start is None and len(buffer) > _BEGIN_MAX:
-                break
-            if start is None:
-                continue
-            buffer, inside = buffer[start.end() :], True
-        complete = _JSON_TEXT.match(buffer)
-        end = complete.end() if complete is not None else 0
-        if end:
-            yield json.loads(f'"{buffer[:end]}"', strict=False)
-        if buffer[end : end + 1] == '"':
-            return
-        buffer = buffer[end:]
-    raise StreamCut("the log's JSON ended early" if inside else "the answer has no log")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,9 +28,8 @@ from nemo_run_ray.remote.status import JobState, JobStatus, Reason, cause_of, fi
 _EXPLAIN_S, _ROOM_S, _INSPECT_S = 5.0, 3.0, 4.0
 #: Ray's own limit of rows.
 _ROWS_MAX = "10000"
-#: Cache lifetimes of a cluster's room, of its runtime environments, and of an empty answer: the
-#: state API asks every node.
-_ROOM_AGE_S, _BUILDS_AGE_S, _NOTHING_AGE_S = 5.0, 3.0, 15.0
+#: Cache lifetime of a cluster's room and of its runtime environments: Ray asks every node.
+_AGE_S = 5.0
 #: The tables that tell the room, and the state of the rows that count.
 _ROOM_TABLES = {
     "nodes": "ALIVE",
@@ -88,19 +88,19 @@ def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:
     Raises:
         KeyError, TypeError, ValueError: a row has another form.
     """
-    by_node: dict[str, list[Holding]] = {}
+    by_node: dict[str, list[Holding]] = defaultdict(list)
     for holding in holdings or ():
-        by_node.setdefault(holding.node_id, []).append(holding)
-    found = []
+        by_node[holding.node_id].append(holding)
+    living = []
     for row in nodes:
         if row["state"] != "ALIVE":
             continue
         node_id = str(row["node_id"])
         total = free = _amounts(row.get("resources_total"))
-        for holding in by_node.get(node_id, ()):
+        for holding in by_node[node_id]:
             held = holding.resources
             free = {name: max(0.0, free[name] - held.get(name, 0.0)) for name in free}
-        found.append(
+        living.append(
             Node(
                 node_id=node_id,
                 host=_text(row.get("node_name")),
@@ -110,7 +110,7 @@ def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:
                 free=None if holdings is None else free,
             )
         )
-    return ClusterRoom(tuple(found), by_node)
+    return ClusterRoom(tuple(living), by_node)
 
 
 def holdings_of(actors: _Rows, groups: _Rows, tasks: _Rows) -> list[Holding]:
@@ -119,21 +119,18 @@ def holdings_of(actors: _Rows, groups: _Rows, tasks: _Rows) -> list[Holding]:
     Raises:
         KeyError, TypeError, ValueError: a row has another form.
     """
-    found = []
+    held = []
     for row in (*actors, *tasks):
         if row.get("node_id") and not row.get("placement_group_id"):
             name, job_id = _text(row.get("name")), _text(row.get("job_id"))
             job = name.removeprefix(_SUPERVISOR) if name.startswith(_SUPERVISOR) else ""
             resources = _amounts(row.get("required_resources"))
-            found.append(Holding(str(row["node_id"]), job, job_id, resources))
+            held.append(Holding(str(row["node_id"]), job, job_id, resources))
     for group in groups:
         for bundle in group.get("bundles") or ():
-            job_id, resources = (
-                _text(group.get("creator_job_id")),
-                _amounts(bundle["unit_resources"]),
-            )
-            found.append(Holding(str(bundle.get("node_id")), "", job_id, resources))
-    return found
+            job_id, resources = _text(group.get("creator_job_id")), bundle["unit_resources"]
+            held.append(Holding(str(bundle.get("node_id")), "", job_id, _amounts(resources)))
+    return held
 
 
 def _text(value: Any) -> str:
@@ -163,18 +160,17 @@ class StateApi:
 
     def __init__(self, http: Http) -> None:
         self._http = http
-        self._room = Cached(self._ask_room, _ROOM_AGE_S, _NOTHING_AGE_S)
-        self._builds = Cached(self._ask_builds, _BUILDS_AGE_S, _NOTHING_AGE_S)
+        self._room = Cached(self._ask_room, _AGE_S)
+        self._builds = Cached(self._ask_builds, _AGE_S)
 
     def alive_nodes(self) -> AliveNodes | None:
         """The nodes that live; ``None`` when the cluster does not say."""
         rows = self._rows("nodes", READ_S, "ALIVE")
-        if rows is None or not all("node_id" in row for row in rows):
+        if not fits(rows, [{"node_id": str}]):
             return None
-        alive = [row for row in rows if row.get("state") == "ALIVE"]
-        heads = [row.get("start_time_ms") for row in alive if row.get("is_head_node")]
+        heads = [row.get("start_time_ms") for row in rows or () if row.get("is_head_node")]
         started: int = max((time or 0 for time in heads if fits(time, int)), default=0)
-        return AliveNodes({str(row["node_id"]) for row in alive}, started / 1000)
+        return AliveNodes({row["node_id"] for row in rows or ()}, started / 1000)
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
         """The end of a job's log."""
@@ -191,9 +187,9 @@ class StateApi:
 
     def rows(self, node: str, submission_id: str) -> Any:
         """The report of the driver of a group or of an array; ``None`` when there is none."""
-        text = self._log_file(node, status_file_name(submission_id), -1)
-        # Without one these are Ray's own words, about a file that is not there.
-        return _understood(lambda: json.loads(text)) if text else None
+        text = self._log_file(node, status_file_name(submission_id))
+        # Without one these are Ray's own words, about a file that does not exist.
+        return _understood(lambda: json.loads(text))
 
     def array_file(self, node: str, submission_id: str, kind: str) -> list[str]:
         """The lines of a file that the driver of an array writes; Ray's words when it is not there.
@@ -203,7 +199,7 @@ class StateApi:
             submission_id: of any attempt.
             kind: as for ``file_of``.
         """
-        return self._log_file(node, file_of(submission_id, kind), -1).splitlines()
+        return self._log_file(node, file_of(submission_id, kind)).splitlines()
 
     def explain_build(self, row: JobRow, status: JobStatus) -> JobStatus:
         """The status of a pending job with how far Ray is with its runtime environment.
@@ -222,12 +218,13 @@ class StateApi:
         own = [build for build in builds if _key(build["runtime_env"]) == _key(runtime_env)]
         if not own:
             return status
-        node, error = f"on node {own[-1]['node_id'][:12]}", own[-1].get("error")
+        node = f"on node {own[-1]['node_id'][:12]}"
+        reason, detail = Reason.BUILDING, f"Ray builds its runtime environment {node}"
         if own[-1].get("success") is False:  # the job table has it some seconds later
-            detail = f"Ray failed to build its runtime environment {node}: {cause_of(str(error))}"
-            return JobStatus(JobState.PENDING, Reason.RUNTIME_ENV, detail)
-        detail = f"Ray builds its runtime environment {node}"
-        return JobStatus(JobState.PENDING, Reason.BUILDING, detail)
+            why = cause_of(str(own[-1].get("error")))
+            reason = Reason.RUNTIME_ENV
+            detail = f"Ray failed to build its runtime environment {node}: {why}"
+        return JobStatus(JobState.PENDING, reason, detail)
 
     def _ask_builds(self) -> list[dict[str, Any]]:
         """Ray's rows of runtime environments that are being built, or could not be."""
@@ -271,8 +268,8 @@ class StateApi:
         rows = _understood(lambda: answer.json()["data"]["result"]["result"])
         return rows if answer.status_code == 200 and fits(rows, [dict]) else None
 
-    def _log_file(self, node: str, name: str, lines: int) -> str:
-        query = {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
+    def _log_file(self, node: str, name: str) -> str:
+        query = {"node_id": node, "filename": name, "lines": "-1", "media_type": "file"}
         return self._log(query)
 
     def _log(self, query: dict[str, str], limit_s: float = READ_S) -> str:
@@ -328,36 +325,34 @@ class Inspection:
 
 
 def inspect(dashboard: Dashboard) -> Inspection:
-    """Look at a cluster, within 10 s, whatever it answers. Looking changes nothing."""
+    """Look at a cluster, within 16 s, whatever it answers. Looking changes nothing."""
     http = Http(dashboard)
-    state = StateApi(http)
-    with ThreadPoolExecutor(4) as pool:
-        version = pool.submit(lambda: _version(http))
-        jobs = pool.submit(lambda: _jobs(http))
-        room = pool.submit(state.room)
-        python = pool.submit(lambda: state.python(_INSPECT_S))
-    http.close()
-    failures = [answer.exception() for answer in (version, jobs)]
+    state, failures = StateApi(http), list[ClusterError]()
+
+    def ask(question: Callable[[], _T]) -> _T | None:
+        try:
+            return question()
+        except ClusterError as error:
+            failures.append(error)
+            return None
+
+    version = ask(lambda: _version(http))
+    jobs = ask(lambda: _jobs(http))
     refusals = [error for error in failures if isinstance(error, Unauthorised)]
-    found = _or(room, None)
+    is_away = len(failures) == 2 and not refusals
+    room = None if is_away else state.room()
+    python = None if is_away else ask(lambda: state.python(_INSPECT_S))
+    http.close()
     return Inspection(
         url=dashboard.url,
         # A job table that comes too late is no cluster that is away.
-        unreachable=str(failures[0]) if not refusals and None not in failures else "",
+        unreachable=str(failures[0]) if is_away else "",
         unauthorised=str(refusals[0]) if refusals else "",
-        version=_or(version, ""),
-        jobs=_or(jobs, None),
-        nodes=None if found is None else found.nodes,
-        python=_or(python, None) or "",
+        version=version or "",
+        jobs=jobs,
+        nodes=None if room is None else room.nodes,
+        python=python or "",
     )
-
-
-def _or(answer: Future[_T], otherwise: _T) -> _T:
-    """The answer, or this when the cluster gave none."""
-    try:
-        return answer.result()
-    except ClusterError:
-        return otherwise
 
 
 def _version(http: Http) -> str:

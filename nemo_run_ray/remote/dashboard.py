@@ -154,7 +154,7 @@ class DashboardClient:
             return False
         # A token may be renewed, and what listens while the head restarts may know no jobs.
         if refuses_job(status, text.decode(errors="replace")) and status not in (401, 403, 404):
-            raise RequestRefused(f"Ray refuses it: {_last_line(text)} (HTTP {status})")
+            raise RequestRefused(f"Ray refuses it: {last_line(text)} (HTTP {status})")
         raise self._unanswered(status, "a new job", text)
 
     def stop(self, submission_id: str) -> None:
@@ -192,7 +192,7 @@ class DashboardClient:
         return text
 
     def _unanswered(self, status: int, what: str, text: bytes) -> Unanswered:
-        return Unanswered(f"{self.url} answered {status} to {what}: {_last_line(text)}")
+        return Unanswered(f"{self.url} answered {status} to {what}: {last_line(text)}")
 
     def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
@@ -324,6 +324,7 @@ def _skip(text: str, position: int) -> int:
     return between.end() if between else position
 
 
-def _last_line(text: bytes) -> str:
-    lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
-    return next((line for line in reversed(lines) if line.strip(".")), "no text")[:300]
+def last_line(text: bytes) -> str:
+    """The last line of an answer that says something: of a traceback, the error."""
+    lines = [line.strip(" .") for line in text.decode("utf-8", "replace").splitlines()]
+    return next(filter(None, reversed(lines)), "no text")[:300]

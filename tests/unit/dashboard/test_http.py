@@ -72,11 +72,14 @@ def test_one_deadline_holds_for_a_whole_request(pieces):
         assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("url", ["http://Ray-Head:80", "https://ray.example.com:443", "http://h:1"])
-def test_requests_are_not_logged_however_the_address_is_written(url):
-    line = f"HTTP Request: GET {http.httpx.URL(f'{url}/api/jobs/')}"
-    record = logging.LogRecord("httpx", logging.INFO, __file__, 1, line, None, None)
-    assert not Http(Dashboard(url))._is_not_ours(record)
+def test_requests_are_not_logged(caplog):
+    """NeMo-Run shows the INFO of every logger."""
+    caplog.set_level(logging.INFO)
+    with serving(
+        Hostile, pieces=staticmethod(lambda: iter([OK + b"Content-Length: 0\r\n\r\n"]))
+    ) as url:
+        Http(Dashboard(url)).get("/api/jobs/")
+    assert caplog.records == []
 
 
 def test_a_stream_begins_before_the_deadline():
@@ -104,8 +107,7 @@ def test_an_answer_that_does_not_end_is_given_up_at_a_size(monkeypatch):
         assert not isinstance(caught.value, Unanswered)
 
 
-@pytest.mark.parametrize("patience_s", [8, 0.1])
-def test_an_answer_says_when_to_ask_again(patience_s):
+def test_an_answer_says_when_to_ask_again():
     asked: list[float] = []
 
     class Front(Handler):
@@ -119,7 +121,7 @@ def test_an_answer_says_when_to_ask_again(patience_s):
                 self.send(200, "[]")
 
     with serving(Front) as url, contextlib.closing(Http(Dashboard(url))) as front:
-        assert http.repeat(lambda: front.get("/"), patience_s).json() == []
+        assert http.repeat(lambda: front.get("/"), 8).json() == []
     first, second, third = asked
     assert second - first >= 1
     assert third - second >= 1
@@ -232,15 +234,13 @@ def test_the_proxy_of_an_address_is_chosen_once(proxies, variables, proxy):
         "http://",
         "http://a b:3128",
         "http://proxy:port",
-        "http://proxy:99999",
-        "http://proxy/path",
         "http://s3cret@proxy",
         "http://[fd00::1",
     ],
 )
 def test_a_proxy_that_cannot_be_used_is_named_by_its_variable(proxies, name, proxy):
     proxies(**{name: proxy})
-    with pytest.raises(ConfigError, match=f"variable {name} .* {proxy.split(':')[0]}://") as caught:
+    with pytest.raises(ConfigError, match=f"variable {name} ") as caught:
         Http(Dashboard(FRONT))
     assert "s3cret" not in str(caught.value)
 

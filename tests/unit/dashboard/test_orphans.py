@@ -1,7 +1,6 @@
 """Jobs that a dead head has left behind: Ray is made to look after them, and nothing is created."""
 
 import json
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,8 @@ from nemo_run_ray.dashboard.state import AliveNodes
 from tests.http_server import Handler, serving
 
 NOW = 1_800_000_000.0
+#: A head that was started 50 s ago.
+HEAD = AliveNodes({"node1"}, head_since=NOW - 50)
 
 
 def row(status: str, age_s: float = 0.0, node: str = "") -> dict:
@@ -24,37 +25,23 @@ def row(status: str, age_s: float = 0.0, node: str = "") -> dict:
     }
 
 
-def test_a_job_that_ran_on_a_lost_node_is_an_orphan():
-    rows = {"runs": row("RUNNING", node="node1"), "gone": row("RUNNING", node="node0")}
-    assert orphan(rows, lambda: AliveNodes({"node1"}), NOW) == "gone"
-
-
-def test_a_job_that_is_older_than_the_head_may_be_an_orphan_until_its_manager_is_woken():
-    """Its supervisor may have died while the head was away."""
-    rows = {"old": row("RUNNING", age_s=100, node="node1"), "new": row("RUNNING", node="node1")}
-    head = AliveNodes({"node1"}, head_since=NOW - 50)
-    assert orphan(rows, lambda: head, NOW) == "old"
-    assert orphan(rows, lambda: head, NOW, woken_at=NOW - 60) == "old"
-    assert orphan(rows, lambda: head, NOW, woken_at=NOW - 40) == ""
-    assert orphan({"new": rows["new"]}, lambda: head, NOW) == ""
-
-
-def test_a_job_that_was_about_to_start_for_long_is_an_orphan():
-    assert orphan({"waits": row("PENDING", age_s=100)}, lambda: None, NOW) == "waits"
-
-
-@pytest.mark.parametrize("alive", [AliveNodes({"node1"}), None])
-def test_jobs_that_are_well_are_none(alive):
-    rows = {
-        "young": row("PENDING", age_s=1),
-        "runs": row("RUNNING", node="node1"),
-        "ended": row("FAILED", node="node0"),
-    }
-    assert orphan(rows, lambda: alive, NOW) == ""
-
-
-def test_when_nodes_are_not_told_nobody_is_an_orphan():
-    assert orphan({"gone": row("RUNNING", node="node0")}, lambda: None, NOW) == ""
+@pytest.mark.parametrize(
+    ("jobs", "alive", "woken_s_ago", "found"),
+    [
+        ([("RUNNING", 0, "node1"), ("RUNNING", 0, "node0")], AliveNodes({"node1"}), 1e9, 1),
+        # Older than the head: its supervisor may have died while the head was away.
+        ([("RUNNING", 0, "node1"), ("RUNNING", 100, "node1")], HEAD, 1e9, 1),
+        ([("RUNNING", 100, "node1")], HEAD, 60, 0),
+        ([("RUNNING", 100, "node1")], HEAD, 40, None),
+        ([("PENDING", 100, "")], None, 1e9, 0),
+        ([("PENDING", 1, ""), ("RUNNING", 0, "node1"), ("FAILED", 0, "node0")], HEAD, 1e9, None),
+        ([("RUNNING", 0, "node0")], None, 1e9, None),
+    ],
+)
+def test_an_orphan(jobs, alive, woken_s_ago, found):
+    rows = {f"job{number}": row(*job) for number, job in enumerate(jobs)}
+    name = "" if found is None else f"job{found}"
+    assert orphan(rows, lambda: alive, NOW, NOW - woken_s_ago) == name
 
 
 def test_ray_refuses_the_label_of_the_request():
@@ -64,23 +51,22 @@ def test_ray_refuses_the_label_of_the_request():
 
 class _Handler(Handler):
     posts: list
-    answers: list
 
     def answer(self) -> None:
         if self.command == "POST":
             self.posts.append(json.loads(self.body()))
-            self.send(*(self.answers.pop(0) if self.answers else (500, "Invalid label key name")))
+            self.send(500, "Invalid label key name")
         else:
-            nodes = [{"node_id": "node1", "state": "ALIVE"}, {"node_id": "node0", "state": "DEAD"}]
+            nodes = [{"node_id": "node1", "state": "ALIVE"}]
             self.send(200, json.dumps({"data": {"result": {"result": nodes}}}))
 
 
 @pytest.fixture
 def api() -> Iterator[JobsApi]:
-    posts, answers = [], []
-    with serving(_Handler, posts=posts, answers=answers) as url:
+    posts = []
+    with serving(_Handler, posts=posts) as url:
         found = JobsApi(Dashboard(url, {}))
-        found.posts, found.answers = posts, answers
+        found.posts = posts
         yield found
         found._http.close()
 
@@ -99,15 +85,6 @@ def test_it_is_not_repeated_at_once(api):
     for _ in range(5):
         api.wake_for(ORPHANS)
     assert len(api.posts) == 1
-
-
-def test_it_is_repeated_soon_when_nobody_was_there(api, monkeypatch):
-    api.answers.append((503, "starting"))
-    api.wake_for(ORPHANS)
-    began = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: began + jobs._WAKE_FAILED_S + 1)
-    api.wake_for(ORPHANS)
-    assert len(api.posts) == 2
 
 
 def test_nodes_that_are_not_told_are_no_dead_ones(api, monkeypatch):
