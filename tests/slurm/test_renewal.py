@@ -60,7 +60,7 @@ def test_what_is_left_goes_on_in_the_next_allocation(allocations: Allocations):
     assert not remembered.archive(session).continues
     (number,) = allocations.jobs("RUNNING")
     assert number == (second / "job").read_text().strip()
-    cluster._leave_at_exit()
+    cluster._leave()
     assert os.listdir(second / "users") == []
 
 

@@ -10,8 +10,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,12 @@ class SlurmAllocation:
 
 @dataclass(frozen=True)
 class Run:
-    """The files that one run of an allocation has left.
+    """The files of one run of an allocation.
 
     Attributes:
         folder: of the run.
         session: Ray's name of it; empty when nobody could say so.
         end: how it was over; ``None`` while it continues, or when nobody could say so.
-        has_left: whether its head has left, and more of it cannot come.
         table: Ray's job table, as JSON.
         written_at: seconds since the epoch, when the table was written last.
         logs: names of the files with logs of jobs.
@@ -161,10 +161,9 @@ class Run:
     folder: str
     session: str
     end: RunEnd | None
-    has_left: bool
     table: str
     written_at: float
-    logs: tuple[str, ...]
+    logs: Sequence[str]
 
     @property
     def why(self) -> str:
@@ -184,14 +183,9 @@ class History:
         kept: first ids of the dispatchers and jobs of all dispatches that are kept.
     """
 
-    numbers: tuple[int, ...] = ()
-    runs: tuple[Run, ...] = ()
-    kept: frozenset[str] = frozenset()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its runs have left all that they leave; another one may continue it."""
-        return bool(self.runs) and all(run.has_left and run.end is not None for run in self.runs)
+    numbers: Sequence[int] = ()
+    runs: Sequence[Run] = ()
+    kept: Sequence[str] = ()
 
     def rows(self, session: str = "", is_up: bool = False) -> JobRows:
         """The rows of the dispatches in all the runs, and all rows of one run.
@@ -200,9 +194,10 @@ class History:
             session: Ray's name of that run.
             is_up: another run is up by now, so that all of these have ended.
         """
-        own = next((run.table for run in self.runs if session and run.session == session), "[]")
+        own = next((run.table for run in self.runs if session and run.session == session), "")
         if session and len(self.runs) == 1:
             return rows_in(own)
+        # Each run has carried the rows of those before it over into its own table.
         runs = [
             PreviousRun(
                 run.table,
@@ -211,9 +206,10 @@ class History:
                 # The newest one may be up by now, whatever was seen a moment ago.
                 is_over=is_up or run.end is not None or run is not self.runs[0],
             )
-            for run in reversed(self.runs)
+            for run in self.runs
+            if run.table
         ]
-        return {**rows_in(own), **rows_of(runs, set(self.kept))}
+        return {**rows_in(own), **rows_of(runs[:1], set(self.kept))}
 
 
 class Allocations:
@@ -229,11 +225,11 @@ class Allocations:
         self.folder = folder
         #: Held by the thread that brings the cluster up; others of this process wait for it.
         self.lock = threading.Lock()
-        #: Number of the allocation that this process uses; 0 without one.
-        self.used = 0
+        #: Whether this process is among the users of an allocation.
+        self.is_used = False
         self._seen: tuple[float, SlurmAllocation | None] = (float("-inf"), None)
-        #: Histories by Ray's name of a run, with the time and the newest allocation of then.
-        self._histories: dict[str, tuple[float, tuple[Any, ...], History]] = {}
+        #: Histories by the question for them, with the time of the answer.
+        self._histories: dict[tuple[str, int], tuple[float, History]] = {}
 
     def path(self, number: int) -> str:
         return os.path.join(self.folder, "lives", str(number))
@@ -280,7 +276,7 @@ class Allocations:
                 **row,
                 head=None if head is None else HeadAddress(**head),
                 end=None if end is None else RunEnd(**end),
-                queued=None if queued is None else QueuedJob(*queued),
+                queued=None if queued is None else QueuedJob(**queued),
             )
         self._seen = time.monotonic(), allocation
         return allocation
@@ -325,15 +321,15 @@ class Allocations:
         newest = None
         with contextlib.suppress(NemoRunRayError):
             newest = self.newest()
-        history = self._history(session, newest)
+        history = self._history(session=session)
         if not history.runs:
             return None
         away = ""
         if newest is not None and newest.number in history.numbers:
             away = _why_away(newest, history)
-        reason = away or _why_gone(newest, history)
         rows = history.rows(session)
-        return ClusterArchive(reason, rows, self._logs_of(history), bool(away))
+        log = partial(self._log, history)
+        return ClusterArchive(away or _why_gone(newest, history), rows, log, bool(away))
 
     def earlier(self, allocation: SlurmAllocation) -> ClusterArchive | None:
         """The jobs before the run that is up; ``None`` if it continues no dispatches.
@@ -343,64 +339,53 @@ class Allocations:
         """
         if not allocation.renewed and allocation.run.endswith(".0"):
             return None
-        if allocation.run not in self._histories:
-            history = self._ask_history(number=allocation.number)
-            runs = tuple(run for run in history.runs if not run.folder.endswith(allocation.run))
-            history = History(history.numbers, runs, history.kept)
-            self._histories[allocation.run] = 0.0, (), history
-        history = self._histories[allocation.run][2]
-        return ClusterArchive(rows=history.rows(is_up=True), log=self._logs_of(history))
+        history = self._history(number=allocation.number)
+        runs = [run for run in history.runs if not run.folder.endswith(allocation.run)]
+        history = replace(history, runs=runs)
+        return ClusterArchive(rows=history.rows(is_up=True), log=partial(self._log, history))
 
-    def _history(self, session: str, newest: SlurmAllocation | None) -> History:
-        """A history, which may be large: it is read again when it may have changed."""
-        state = newest and (newest.number, newest.run, newest.end is None)
-        at, before, history = self._histories.get(session, (float("-inf"), (), History()))
-        is_same = history.has_ended and before == (state,)
-        if not is_same and time.monotonic() - at >= _TRUST_S:
-            with contextlib.suppress(NemoRunRayError):
-                history = self._ask_history(session=session)
-            self._histories[session] = time.monotonic(), (state,), history
+    def _history(self, session: str = "", number: int = 0) -> History:
+        """A history, which may be large: it is read again when a session's may have changed."""
+        key = session, number
+        at, history = self._histories.get(key, (float("-inf"), History()))
+        if time.monotonic() - at >= _TRUST_S and not (number and history.runs):
+            row = None
+            with contextlib.nullcontext() if number else contextlib.suppress(NemoRunRayError):
+                row = self.ask(
+                    "history", session=session, number=number, table=TABLE, logs=JOB_LOGS
+                )
+            if row is not None:
+                for run in row["runs"]:
+                    run["end"] = None if run["end"] is None else RunEnd(**run["end"])
+                history = History(row["numbers"], [Run(**run) for run in row["runs"]], row["kept"])
+            self._histories[key] = time.monotonic(), history
         return history
 
-    def _ask_history(self, session: str = "", number: int = 0) -> History:
-        row = self.ask("history", session=session, number=number, table=TABLE, logs=JOB_LOGS)
-        if row is None:
-            return History()
-        runs = []
-        for run in row["runs"]:
-            end = None if run["end"] is None else RunEnd(**run["end"])
-            runs.append(Run(**{**run, "end": end, "logs": tuple(run["logs"])}))
-        return History(tuple(row["numbers"]), tuple(runs), frozenset(row["kept"]))
-
-    def _logs_of(self, history: History) -> Callable[[str], Path | None]:
-        """Finds the log of a job, and fetches it to this machine if it lies elsewhere."""
-
-        def log(submission_id: str) -> Path | None:
-            name = f"job-driver-{submission_id}.log"
-            run = next((run for run in history.runs if name in run.logs), None)
-            if run is None:
-                return None
-            there = os.path.join(run.folder, JOB_LOGS, name)
-            if self.login.is_here:
-                return Path(there)
-            folder = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run.folder))
-            here = folder.absolute() / name
-            if not here.exists():
-                with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
-                    here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    self.login.get(there, here)
-            return here if here.exists() else None
-
-        return log
+    def _log(self, history: History, submission_id: str) -> Path | None:
+        """The log of a job, which is fetched to this machine if it lies elsewhere."""
+        name = f"job-driver-{submission_id}.log"
+        run = next((run for run in history.runs if name in run.logs), None)
+        if run is None:
+            return None
+        there = os.path.join(run.folder, JOB_LOGS, name)
+        if self.login.is_here:
+            return Path(there)
+        folder = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run.folder))
+        here = folder.absolute() / name
+        if not here.exists():
+            with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
+                here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.login.get(there, here)
+        return here if here.exists() else None
 
 
 def _why_away(newest: SlurmAllocation, history: History) -> str:
     """Explain why runs are over whose dispatches continue in a later one; empty otherwise."""
-    job = f"Slurm job {newest.job}" if newest.job else "a job of Slurm"
+    why, job = history.runs[0].why, f"Slurm job {newest.job}"
     if newest.is_renewing:
-        return f"{history.runs[0].why}, and the next one is being asked for"
+        return f"{why}, and the next one is being asked for"
     if history.kept and newest.may_start_again:
-        return f"{history.runs[0].why}, and chains continue in {job} if Slurm starts it again"
+        return f"{why}, and chains continue in {job} if Slurm starts it again"
     ended = [run for run in history.runs if not newest.run or not run.folder.endswith(newest.run)]
     if ended and newest.will_start:
         return f"{ended[0].why}, and chains continue in {job}, which is not up yet"
@@ -412,8 +397,9 @@ def _why_gone(newest: SlurmAllocation | None, history: History) -> str:
     end, why = history.runs[0].end, history.runs[0].why
     if end is None or not end.renews:
         return why
+    problem = ""
     if newest is not None and newest.number in history.numbers:
         problem = newest.over or newest.stopped or newest.refused
-        if problem:
-            return f"{why}, and the next one did not come: {problem}"
+    if problem:
+        return f"{why}, and the next one did not come: {problem}"
     return f"{why}, and nobody has asked for the next one"

@@ -22,24 +22,11 @@ _LOOK_S = 2.0
 #: Seconds after which a claimed allocation that Slurm does not know is passed over. Its client has
 #: died, or it waits for Slurm for longer than anybody waits for `sbatch`.
 _CLAIM_S = 45.0
-#: Seconds within which the host with Slurm must answer for the first time.
-_FIRST_ANSWER_S = 60.0
 #: Number of submissions to a controller of Slurm that gives no answer.
 _SUBMISSIONS = 4
 #: Errors of `sbatch` that do not say whether the controller has the job.
 _AWAY = ("Unable to contact", "timed out", "Connection refused", "Zero Bytes", "temporarily")
 _NO_REASON = ("", "None", "(null)")
-#: Slurm's reasons that no waiting takes away.
-_LASTING = {
-    "PartitionConfig": "it asks for more nodes than the partition has",
-    "PartitionNodeLimit": "it asks for more nodes than the partition gives to a job",
-    "PartitionTimeLimit": "it asks for more time than the partition gives to a job",
-    "BadConstraints": "no node is as it asks for",
-    "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "you hold it; `scontrol release` lets it go",
-    "InvalidAccount": "its account is not one of Slurm's",
-    "InvalidQOS": "its quality of service is not one of Slurm's",
-}
 
 
 @dataclass
@@ -56,7 +43,6 @@ class BringUp:
         say: shows what is waited for, at each change.
         clock: seconds that only grow.
         pause: waits for some seconds; returns whether the wait was interrupted.
-        held: number of the allocation that this client leaves if it gives up.
     """
 
     name: str
@@ -68,7 +54,6 @@ class BringUp:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], bool] = interrupted.wait
-    held: int = 0
     _joined: int = 0
     _submissions: int = 0
     _answered: bool = False
@@ -92,10 +77,8 @@ class BringUp:
             try:
                 allocation = self._step()
             except Unanswered as error:
-                if not self._answered and self.clock() - self._began >= _FIRST_ANSWER_S:
-                    raise ClusterError(
-                        f"The cluster {self.name!r} cannot be looked for: {error}"
-                    ) from error
+                if not self._answered:
+                    raise
                 self._say(str(error))
                 allocation = None
             if allocation is not None:
@@ -122,7 +105,6 @@ class BringUp:
                 self._claim_next(allocation)
             return None
         if self._joined != allocation.number:
-            self.held = allocation.number
             self.allocations.ask("join", number=allocation.number, user=self.user)
             self._joined = allocation.number
             return self._step()  # it may have ended meanwhile
@@ -210,7 +192,6 @@ class BringUp:
         number = 1 if last is None else last.number + 1
         # One that cannot be made claims nothing.
         script = self.script(self.allocations.path(number))
-        self.held = number  # whether the answer comes or not
         if self.allocations.ask("claim", number=number, user=self.user):
             self._joined = number
             self._submit(number, script)
@@ -260,7 +241,5 @@ def _why_not_up(name: str, allocation: SlurmAllocation, why: str, log: str) -> s
 
 def _why_waits(job: QueuedJob) -> str:
     """The reason and the expected start of a job that waits, as the end of a sentence."""
-    found = "" if job.reason in _NO_REASON else f": {job.reason}"
-    if job.reason in _LASTING:
-        return f"{found} ({_LASTING[job.reason]})"
-    return found if job.start == "N/A" else f"{found}; Slurm expects it to start at {job.start}"
+    reason = "" if job.reason in _NO_REASON else f": {job.reason}"
+    return reason if job.start == "N/A" else f"{reason}; Slurm expects it to start at {job.start}"

@@ -11,7 +11,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -96,14 +96,14 @@ class SlurmCluster(Cluster):
                 queue_timeout_s=self.queue_timeout_s,
                 say=_say,
             )
+            if not (self._of_name.is_used or self.keep):
+                atexit.register(self._leave)
+            self._of_name.is_used = True
             try:
                 allocation = way.run()
             except BaseException:
-                self._leave(way.held)
+                self._leave()
                 raise
-            if not self._of_name.used and not self.keep:
-                atexit.register(self._leave_at_exit)
-            self._of_name.used = allocation.number
             if way.said:
                 _say(f"Ray is up in Slurm job {allocation.job} of the cluster {self.name!r}.")
         return self._dashboard(allocation)
@@ -151,16 +151,17 @@ class SlurmCluster(Cluster):
         return found
 
     def detach(self) -> None:
-        for number in self._joined():
-            self._of_name.ask("detach", number=number, user=_USER)
+        if self._of_name.is_used:
+            self._of_name.ask("detach", user=_USER)
+            self._of_name.is_used = False
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
         why = "it was ended by `nemo-run-ray down`"
-        found = self._of_name.cancel_newest(why)
-        if found:  # its script may have asked for the next one meanwhile
+        is_ended = self._of_name.cancel_newest(why)
+        if is_ended:  # its script may have asked for the next one meanwhile
             self._of_name.cancel_newest(why)
-        return found
+        return is_ended
 
     def _script(self, folder: str) -> str:
         if self._is_remembered:
@@ -169,10 +170,8 @@ class SlurmCluster(Cluster):
                 "in the experiment's folder. Run the program again."
             )
         executor = copy.copy(self.executor)
-        if self.nodes is not None:
-            executor.nodes = self.nodes
-        if self.walltime is not None:
-            executor.time = self.walltime
+        executor.nodes = executor.nodes if self.nodes is None else self.nodes
+        executor.time = executor.time if self.walltime is None else self.walltime
         return script(executor, self.name, folder, self.sidecars, self.idle_timeout_s, self.renew)
 
     @property
@@ -202,35 +201,23 @@ class SlurmCluster(Cluster):
 
     def _why_dead(self, allocation: SlurmAllocation) -> str:
         """Explain why an allocation can never answer again; empty while it may."""
+        newest = None
         with contextlib.suppress(NemoRunRayError):
             newest = self._of_name.newest()
-            if newest is None:
-                return ""
-            why = "another one has its name"
-            if newest.number == allocation.number:
-                lost = f"Slurm has no job {newest.job} any more" if newest.is_lost else ""
-                why = newest.why_over or lost
-            if why:
-                return f"The cluster {self.name!r} in Slurm job {allocation.job} has ended: {why}."
-        return ""
+        if newest is None:
+            return ""
+        why = "another one has its name"
+        if newest.number == allocation.number:
+            lost = f"Slurm has no job {newest.job} any more" if newest.is_lost else ""
+            why = newest.why_over or lost
+        ended = f"The cluster {self.name!r} in Slurm job {allocation.job} has ended"
+        return f"{ended}: {why}." if why else ""
 
-    def _leave_at_exit(self) -> None:
-        with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
-            for number in self._joined():
-                self._of_name.ask("leave", number=number, user=_USER, why=LEFT_EARLY)
-
-    def _leave(self, number: int) -> None:
-        self._of_name.used = number
-        self._leave_at_exit()
-
-    def _joined(self) -> Iterator[int]:
-        """The allocations that this process uses: a renewal takes it along from the first one."""
-        number, self._of_name.used = self._of_name.used, 0
-        if number:
-            yield number
-            newest = self._of_name.look() if self.renew else None
-            if newest is not None and newest.number != number:
-                yield newest.number
+    def _leave(self) -> None:
+        if self._of_name.is_used:
+            self._of_name.is_used = False
+            with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
+                self._of_name.ask("leave", user=_USER, why=LEFT_EARLY)
 
 
 def _say(text: str) -> None:
@@ -260,18 +247,16 @@ def _check(cluster: SlurmCluster) -> None:
         check(f"SlurmCluster.{name}", getattr(cluster, name))
     title, executor = f"SlurmCluster {cluster.name!r}", cluster.executor
     names = [sidecar.name for sidecar in cluster.sidecars]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"{title} has two sidecars with the name {name!r}; give each its own: messages and "
-                "logs tell them apart by it."
-            )
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"{title} has sidecars with the names {names}; give each a name of its own: messages "
+            "and logs tell them apart by it."
+        )
     if not _JOB_DIR.fullmatch(executor.tunnel.job_dir or ""):
         raise ConfigError(
             f"The tunnel of {title} has job_dir={executor.tunnel.job_dir!r}; expected is the "
             "absolute path of a folder that all nodes share, of letters, digits and the characters "
-            "/ . , : @ + = _ -, since the scripts of Slurm and NeMo-Run take no others: "
-            "tunnel=run.LocalTunnel(job_dir='/shared/me/jobs')."
+            "/ . , : @ + = _ -, since the scripts of Slurm and NeMo-Run take no others."
         )
     if executor.array is not None:
         raise ConfigError(

@@ -14,7 +14,7 @@ import socketserver
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Login:
 
     def __init__(self, tunnel: Any) -> None:
         self.tunnel = tunnel
+        self.key = key_of(tunnel)
         #: The connection, whose host key was checked; NeMo-Run's own ones take any key.
         self.session: Any = None
         #: One command at a time.
@@ -63,11 +64,6 @@ class Login:
         """User and host, for messages."""
         return str(self.tunnel.key)
 
-    @property
-    def key(self) -> str:
-        """All by which this way differs from others."""
-        return key_of(self.tunnel)
-
     def run(self, script: str) -> str:
         """Run a script for ``sh`` and return its output.
 
@@ -84,9 +80,9 @@ class Login:
             Unanswered: the connection has broken off.
             ClusterError: the file cannot be written, or nobody may log in.
         """
-        new = quoted(f"{path}.{secrets.token_hex(4)}")
+        new, path = (shlex.quote(name) for name in (f"{path}.{secrets.token_hex(4)}", path))
         encoded = base64.encodebytes(data).decode()
-        self.run(f"base64 -d > {new} <<'END' && mv {new} {quoted(path)} || exit 1\n{encoded}END\n:")
+        self.run(f"base64 -d > {new} <<'END' && mv {new} {path} || exit 1\n{encoded}END\n:")
 
     def run_python(self, program: str) -> str:
         """Run a Python program of ASCII text without a file, and return its output.
@@ -95,7 +91,7 @@ class Login:
             Unanswered: the connection has broken off; the program may have run.
             ClusterError: it has failed, or nobody may log in.
         """
-        python = quoted(sys.executable) if self.is_here else "python3"
+        python = shlex.quote(sys.executable) if self.is_here else "python3"
         return self.run(f"exec {python} -IS - <<'{_MARK}'\n{program}\n{_MARK}")
 
     def get(self, path: str, here: Path) -> None:
@@ -105,7 +101,7 @@ class Login:
             Unanswered: the connection has broken off.
             ClusterError: the file cannot be read, or nobody may log in.
         """
-        data = self._output(f"cat {quoted(path)}")
+        data = self._output(f"cat {shlex.quote(path)}")
         with replacing(here) as file:
             file.write(data)
 
@@ -133,7 +129,7 @@ class Login:
             channel.exec_command(f"{tunnel.pre_command} && sh" if tunnel.pre_command else "sh")
             channel.sendall(text)
             channel.shutdown_write()
-            output, errors = _all_of(channel.recv), _all_of(channel.recv_stderr)
+            output, errors = channel.makefile("rb").read(), channel.makefile_stderr("rb").read()
             if not channel.status_event.wait(_COMMAND_S) or channel.exit_status == _NO_EXIT_CODE:
                 raise EOFError("The connection broke off.")
             return int(channel.exit_status), output, errors
@@ -188,20 +184,10 @@ def _here(text: bytes) -> tuple[int, bytes, bytes]:
     return process.returncode, output, errors
 
 
-def _all_of(receive: Callable[[int], bytes]) -> bytes:
-    return b"".join(iter(lambda: receive(_CHUNK), b""))
-
-
 def key_of(tunnel: Any) -> str:
-    """All by which the way of a tunnel differs from others."""
-    names = ("port", "identity", "pre_command")  # the last may choose another Slurm
-    parts = [tunnel.key, *(getattr(tunnel, name, None) for name in names)]
-    return ":".join([type(tunnel).__name__, *(str(part) for part in parts if part is not None)])
-
-
-def quoted(*parts: str) -> str:
-    """A path for ``sh``."""
-    return shlex.quote(os.path.join(*parts))
+    """All by which the way of a tunnel differs from others; a command may choose another Slurm."""
+    names = ("key", "port", "identity", "pre_command")
+    return repr([type(tunnel).__name__, *(getattr(tunnel, name, None) for name in names)])
 
 
 #: Seconds until a new way through the connection must be there.
@@ -230,11 +216,10 @@ def forwarded(login: Login, host: str, port: int) -> str:
 
     A connection that broke off is made again when it is needed.
     """
-    key = (login.key, host, port)
     with _lock:
-        if key not in _forwards:
-            _forwards[key] = _listen(login, (host, port))
-        return f"http://127.0.0.1:{_forwards[key]}"
+        port_here = _forwards.get((login.key, host, port)) or _listen(login, (host, port))
+        _forwards[login.key, host, port] = port_here
+    return f"http://127.0.0.1:{port_here}"
 
 
 def _listen(login: Login, target: tuple[str, int]) -> int:

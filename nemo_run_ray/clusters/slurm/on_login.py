@@ -37,7 +37,11 @@ _UNHEARD = (
     "Slurm gives no answer. A job that waits in its queue stays there, and ends when it starts. "
     "Stop the cluster once more when Slurm answers, to take it out of the queue."
 )
-Rows = list[list[str]]
+#: Seconds for ``sbatch``, less than a client waits for a command.
+_SUBMIT_S = 80.0
+#: What is asked of Slurm for each job of this user: number, state, reason, start and folder.
+_COLUMNS = {"number": "%A", "state": "%T", "reason": "%r", "start": "%S", "folder": "%Z"}
+Rows = list[dict[str, str]]
 #: Name of the folder of a run: Slurm's number of the job, and how often it was restarted.
 _RUN = re.compile(r"\d+\.\d+")
 
@@ -87,7 +91,7 @@ class ClusterFolder:
             found["ended_s"] = time.time() - end_at if end_at else 0.0
         rows = self._queue(pause_s, changed_at)
         found["has_queue"] = rows is not None
-        found["queued"] = next((row for row in rows or () if self._is_job(row, found)), None)
+        found["queued"] = next((row for row in rows or () if _is_job(row, found)), None)
         return found
 
     def history(self, session: str, number: int, table: str, logs: str) -> dict[str, Any] | None:
@@ -115,7 +119,6 @@ class ClusterFolder:
                 "folder": str(run),
                 "session": _read(run, "session").strip(),
                 "end": _json(run, "end.json"),
-                "has_left": not (run / "token").exists(),
                 "table": _read(run, table),
                 "written_at": _changed_at(run / table),
                 "logs": _names(run / logs),
@@ -144,59 +147,44 @@ class ClusterFolder:
         A folder takes its name when it is whole: an empty one would be replaced by a script that
         claims the allocation for its dispatches.
         """
-        os.umask(0o022)
-        os.makedirs(self._folder, exist_ok=True)
-        os.umask(0o077)
-        os.makedirs(self._lives, exist_ok=True)
         path, new = self._path(number), self._lives / f".{user}-{os.urandom(4).hex()}"
         for folder in ("logs", "users"):
             os.makedirs(new / folder)
         (new / "users" / user).touch()
         _write(new / "claimed", user)
-        try:
-            if not os.path.lexists(path):
-                os.rename(new, path)
-                return True
-        except OSError:
-            if not os.path.isdir(path):
-                raise
+        with contextlib.suppress(OSError):
+            os.rename(new, path)
+            return True
         shutil.rmtree(new)
         return False
 
     def submit(self, number: int, script: str) -> None:
         """Hand the job of an allocation to Slurm; ``look`` sees what comes of it.
 
-        Slurm's answer is kept in a file, so that it is not lost with a connection, and no second
-        job can come of one allocation. Slurm keeps the folder as it is given: by its real path.
+        No second job can come of one allocation. Slurm keeps the folder by its real path.
         """
-        os.chdir(self._path(number))
+        path = Path(os.path.realpath(self._path(number)))
         try:
-            os.mkdir("sbatch")
+            os.mkdir(path / "sbatch")
         except FileExistsError:
             return
         try:
-            _write(Path("ray.sub"), script)
+            _write(path / "ray.sub", script)
         except OSError:
-            os.rmdir("sbatch")
+            os.rmdir(path / "sbatch")
             raise
-        command = ["sbatch", "--parsable", f"--chdir={os.path.realpath('.')}"]
-        with (
-            open("ray.sub", encoding="utf-8") as text,
-            open("sbatch/out", "w", encoding="utf-8") as out,
-            open("sbatch/err", "w", encoding="utf-8") as err,
-        ):
-            try:
-                done = subprocess.run(command, stdin=text, stdout=out, stderr=err, check=False)
-                code = done.returncode
-            except FileNotFoundError:
-                code = err.write("there is no command 'sbatch' on this host")
+        try:
+            words = ("sbatch", "--parsable", f"--chdir={path}")
+            code, text = _command(*words, script=script, limit_s=_SUBMIT_S)
+        except TimeoutError:
+            code, text = 1, "sbatch timed out."
         if code:
-            os.rename("sbatch/err", "refused")
+            _write(path / "refused", text)
             return
-        job = _read(Path("sbatch/out")).strip().split(";")[0]
-        _write(Path("job"), job)
-        if os.path.exists("over") or os.path.exists("stop"):
-            subprocess.run(["scancel", job], check=False)
+        job = text.strip().split(";")[0]
+        _write(path / "job", job)
+        if (path / "over").exists() or (path / "stop").exists():
+            _command("scancel", job)
 
     def note_job(self, number: int, job: str) -> None:
         """Write down the number of a job that Slurm has although nobody has heard so."""
@@ -221,28 +209,28 @@ class ClusterFolder:
 
     # ------------------------------------------------------------------ ending
 
-    def detach(self, number: int, user: str) -> None:
-        """Take a user off whose jobs continue without it."""
-        _remove(self._path(number) / "users" / user)
+    def detach(self, user: str) -> None:
+        """Take a user off its allocations: a renewal takes it along. Its jobs continue."""
+        for path in self._lives.glob(f"*/users/{user}"):
+            _remove(path)
 
-    def leave(self, number: int, user: str, why: str) -> None:
+    def leave(self, user: str, why: str) -> None:
         """Take a user off; the last one ends an allocation that never was ready and is not kept."""
-        path = self._path(number)
-        if not (path / "users" / user).exists():
-            return
-        self.detach(number, user)
-        if _names(path / "users") or (path / "keep").exists():
-            return
-        (path / "released").touch()
-        # One that Slurm starts again continues, with the jobs that were handed over to it.
-        ready = path.glob(f"run/{_read(path, 'job').strip()}.*/ready.json")
-        if (path / "renewed").exists() or any(ready):
-            return
-        if not (path / "stop").exists():
-            _write(path / "stop", why)
-        with contextlib.suppress(OSError):
-            self._cancel(path)
-            _write(path / "over", why)
+        used = [path.parents[1] for path in self._lives.glob(f"*/users/{user}")]
+        self.detach(user)
+        for path in used:
+            if _names(path / "users") or (path / "keep").exists():
+                continue
+            (path / "released").touch()
+            # One that Slurm starts again continues, with the jobs that were handed over to it.
+            ready = path.glob(f"run/{_read(path, 'job').strip()}.*/ready.json")
+            if (path / "renewed").exists() or any(ready):
+                continue
+            if not (path / "stop").exists():
+                _write(path / "stop", why)
+            with contextlib.suppress(OSError):
+                self._cancel(path)
+                _write(path / "over", why)
 
     def give_up(self, number: int, why: str) -> None:
         """Let nobody use an allocation any more. Its job ends as soon as it starts."""
@@ -289,20 +277,15 @@ class ClusterFolder:
             TimeoutError: Slurm gives no answer.
             OSError: Slurm does not do it.
         """
-        problem = ""
         for _ in range(2):  # a job may have ended since Slurm named it
             rows = self._jobs_of(path)
             if rows is None:
                 raise TimeoutError
-            for row in rows:
-                if row[1] == "COMPLETING":  # it ends, or Slurm is about to start it again
-                    with contextlib.suppress(TimeoutError):
-                        _command("scancel", row[0])
-            waiting = [row[0] for row in rows if row[1] != "COMPLETING"]
-            if not waiting:
+            if not rows:
                 return
-            code, problem = _command("scancel", *waiting)
-            if code == 0:
+            code, problem = _command("scancel", *(row["number"] for row in rows))
+            # One that is completing ends, or Slurm is about to start it again.
+            if code == 0 or all(row["state"] == "COMPLETING" for row in rows):
                 return
         raise OSError(problem.strip() or "scancel has failed.")
 
@@ -313,18 +296,7 @@ class ClusterFolder:
         allocation = {"folder": os.path.realpath(path), "job": _read(path, "job").strip()}
         text = _squeue()
         rows = None if text is None else _rows(text)
-        return rows and [row for row in rows if self._is_job(row, allocation)]
-
-    def _is_job(self, row: list[str], allocation: dict[str, Any]) -> bool:
-        """Whether a job is an allocation's, by its folder.
-
-        Hosts may have different real paths for one folder: with the number that the allocation
-        knows the end of the path is enough. The number alone is not: by now it may be that of
-        another job, or on another Slurm.
-        """
-        end = "/".join(["", *allocation["folder"].split("/")[-3:]])
-        has_number = row[0] == allocation["job"] and row[4].endswith(end)
-        return row[4] == allocation["folder"] or has_number
+        return rows and [row for row in rows if _is_job(row, allocation)]
 
     def _queue(self, pause_s: float, changed_at: float) -> Rows | None:
         """Slurm's jobs of this user; ``None`` without an answer.
@@ -336,14 +308,14 @@ class ClusterFolder:
         kept, began_at = _json(path) or {}, _changed_at(path)
         if began_at > changed_at and 0 <= time.time() - kept.get("at", 0.0) < pause_s:
             return None if kept["text"] is None else _rows(kept["text"])
-        began_at, new = 0.0, Path(f"{path}.{os.uname().nodename}.{os.getpid()}.began")
-        with contextlib.suppress(OSError), open(new, "w", encoding="utf-8") as file:
-            began_at = os.fstat(file.fileno()).st_mtime
-        _remove(new)
+        new = path.with_name(f"queue.{os.uname().nodename}.{os.getpid()}")
+        new.touch()
+        began_at = _changed_at(new)
         text = _squeue()
         with contextlib.suppress(OSError):
-            _write(path, json.dumps({"at": time.time(), "text": text}))
-            os.utime(path, (began_at, began_at))
+            new.write_text(json.dumps({"at": time.time(), "text": text}), encoding="utf-8")
+            os.utime(new, (began_at, began_at))
+            os.replace(new, path)
         return None if text is None else _rows(text)
 
     # ------------------------------------------------------------------ names
@@ -365,32 +337,42 @@ def _runs(path: Path) -> list[Path]:
     return sorted(runs, key=lambda run: int(run.suffix[1:]))
 
 
+def _is_job(row: dict[str, str], allocation: dict[str, Any]) -> bool:
+    """Whether a job is an allocation's, by its folder.
+
+    Hosts may have different real paths for one folder: with the number that the allocation knows
+    the end of the path is enough. The number alone is not: Slurm may have given it again.
+    """
+    end = "/".join(["", *allocation["folder"].split("/")[-3:]])
+    has_number = row["number"] == allocation["job"] and row["folder"].endswith(end)
+    return has_number or row["folder"] == allocation["folder"]
+
+
 def _rows(text: str) -> Rows:
-    """Number, state, reason, start and folder of each job."""
-    rows = (line.split("|", 4) for line in text.splitlines())
-    return [row for row in rows if len(row) == 5]
+    rows = (line.split("|", len(_COLUMNS) - 1) for line in text.splitlines())
+    # "strict" is unknown to Python 3.9.
+    return [dict(zip(_COLUMNS, row)) for row in rows if len(row) == len(_COLUMNS)]  # noqa: B905
 
 
 def _squeue() -> str | None:
     """Ask Slurm for this user's jobs; ``None`` when its controller is away."""
     user = pwd.getpwuid(os.getuid()).pw_name
     try:
-        code, text = _command("squeue", "-h", "-a", "-u", user, "-o", "%A|%T|%r|%S|%Z")
+        columns = "|".join(_COLUMNS.values())
+        code, text = _command("squeue", "-h", "-a", "-u", user, "-o", columns)
     except TimeoutError:
         return None
     return None if code else text
 
 
-def _command(*argv: str) -> tuple[int, str]:
+def _command(*argv: str, script: str = "", limit_s: float = ANSWER_S) -> tuple[int, str]:
     """Exit code and output of a command, or its errors where it failed.
 
     Raises:
         TimeoutError: it has not ended in time.
     """
     try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S, check=False
-        )
+        done = subprocess.run(argv, input=script.encode(), capture_output=True, timeout=limit_s)
     except FileNotFoundError:
         return 127, f"there is no command {argv[0]!r} on this host"
     except subprocess.TimeoutExpired:
@@ -428,13 +410,9 @@ def _names(folder: Path) -> list[str]:
 
 def _write(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    new = f"{path}.{os.uname().nodename}.{os.getpid()}"
-    try:
-        Path(new).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
-        os.replace(new, path)
-    except OSError:
-        _remove(Path(new))
-        raise
+    new = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    new.write_text(f"{text}\n", encoding="utf-8")
+    os.replace(new, path)
 
 
 def _remove(path: Path) -> None:

@@ -4,7 +4,6 @@ NeMo-Run fills the templates, by their folder and with its own variables. A temp
 file of another folder, so one folder is made with all of them.
 """
 
-import ast
 import base64
 import copy
 import io
@@ -15,7 +14,7 @@ import shlex
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
@@ -85,100 +84,49 @@ class Sidecar(ConfigurableMixin):
         }
 
 
-_ROOT = Path(remote.__file__).parent
-#: The modules that the zip's own entry imports.
-_ENTRIES = ("slurm/__main__.py",)
+#: The modules of the program that starts Ray on a node, below ``remote``.
+_MODULES = ("*.py", "node/*.py", "slurm/*.py")
 #: Zip knows no earlier day; a fixed one keeps equal programs equal.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-_PACKAGE = "nemo_run_ray_remote"
-# Python's own zipimporter compiles a module to learn the name of its file, and again to run it,
-# which is a quarter of what the start of a node's program costs a processor.
-_MAIN = f"""\
-import gc
+_MAIN = """\
 import sys
-import zipimport
-
-gc.disable()  # no garbage comes of imports, and to look for it takes a tenth of their time
 
 if sys.version_info < (3, 9):
     sys.exit("nemo_run_ray| Python %d.%d runs the node program; it needs 3.9 or newer: set "
              "NEMO_RUN_RAY_PYTHON" % sys.version_info[:2])
 
+from nemo_run_ray_remote.slurm.__main__ import main
 
-class Importer(zipimport.zipimporter):
-    def get_filename(self, name):
-        end = "/__init__.py" if self.is_package(name) else ".py"
-        return self.archive + "/" + self.prefix + name.rpartition(".")[2] + end
-
-
-sys.path_hooks.insert(0, Importer)
-sys.path_importer_cache.clear()
-
-from {_PACKAGE}.slurm.__main__ import main
-
-gc.freeze()
-gc.enable()
 sys.exit(main())
 """
 
 
 @cache
 def node_program() -> bytes:
-    """The zip, with the program's entry and all modules of ``remote`` that it may import."""
+    """The zip that Python runs on a node."""
+    root = Path(remote.__file__).parent
+    files = {"__main__.py": _MAIN.encode()}
+    for path in sorted(path for pattern in _MODULES for path in root.glob(pattern)):
+        files[f"nemo_run_ray_remote/{path.relative_to(root).as_posix()}"] = path.read_bytes()
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        _add(archive, "__main__.py", _MAIN.encode())
-        for name in _needed(*_ENTRIES):
-            _add(archive, f"{_PACKAGE}/{name}", (_ROOT / name).read_bytes())
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
-
-
-def _needed(*entries: str) -> list[str]:
-    """The files of some modules and of all that they import, also inside of functions."""
-    found: set[str] = set()
-    wanted = [*entries]
-    while wanted:
-        name = wanted.pop()
-        if name not in found and (_ROOT / name).is_file():
-            found.add(name)
-            wanted += _imports(name)
-    return sorted(found)
-
-
-def _imports(name: str) -> Iterator[str]:
-    """The files that this one's imports may mean, of which not all exist."""
-    for statement in ast.walk(ast.parse((_ROOT / name).read_bytes())):
-        if isinstance(statement, ast.ImportFrom) and statement.level:
-            folder = Path(name).parents[statement.level - 1]
-            module = folder.joinpath(*(statement.module or "").split("."))
-            for path in (module, *(module / alias.name for alias in statement.names)):
-                yield f"{path.as_posix()}.py"
-            for package in (module, *module.parents):
-                yield (package / "__init__.py").as_posix()
-
-
-def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    info = zipfile.ZipInfo(name, _EPOCH)
-    info.compress_type = zipfile.ZIP_DEFLATED
-    archive.writestr(info, data)
 
 
 #: Names of the templates, which are NeMo-Run's.
 TEMPLATES = ("ray.sub.j2", "ray_enroot.sub.j2")
-_PARTS = ("ray.sub.j2", "ray_enroot.sub.j2", "renew.sh.j2", "attach.sh.j2")
-_HERE = Path(__file__).parent
-_LINE_CHARACTERS = 100
 
 
 @contextmanager
 def template_folder() -> Iterator[str]:
     """A folder with the templates and the program, while NeMo-Run fills them."""
     with tempfile.TemporaryDirectory(prefix="nemo-run-ray-") as folder:
-        for name in _PARTS:
-            shutil.copy(_HERE / name, folder)
-        text = base64.b64encode(node_program()).decode()
-        lines = range(0, len(text), _LINE_CHARACTERS)
-        encoded = "\n".join(text[start : start + _LINE_CHARACTERS] for start in lines)
+        for path in Path(__file__).parent.glob("*.j2"):
+            shutil.copy(path, folder)
+        # Base64 with lines, since shells limit the length of one.
+        encoded = base64.encodebytes(node_program()).decode()
         Path(folder, "node.pyz.b64").write_text(encoded, encoding="ascii")
         yield folder
 
@@ -203,13 +151,22 @@ def script(
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
-    ours = {
+    variables = {
         LIFE: life,
         IDLE_TIMEOUT: "" if idle_timeout_s is None else str(idle_timeout_s),
         RENEW: "1" if renew else "",
         SIDECARS: json.dumps([sidecar.row() for sidecar in sidecars]) if sidecars else "",
     }
-    filled = _filled(executor, life, ours, renew)
+    # NeMo-Run's request fills in what is missing, and writes variables as they are.
+    filled = copy.copy(executor)
+    filled.job_details = copy.deepcopy(executor.job_details)
+    filled.job_details.folder = os.path.join(life, "logs")
+    quoted = {key: shlex.quote(value) for key, value in variables.items()}
+    filled.env_vars = {**executor.env_vars, **quoted}
+    if renew:
+        # In a container too, the nodes read the files of the allocations before.
+        folder = os.path.dirname(os.path.dirname(life))
+        filled.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
     with template_folder() as templates:
         request = SlurmRayRequest(
             name=name,
@@ -220,18 +177,3 @@ def script(
             launch_cmd=["sbatch", "--parsable"],
         )
         return str(request.materialize())
-
-
-def _filled(executor: Any, life: str, variables: Mapping[str, str], renew: bool) -> Any:
-    """A copy of an executor with folders of the allocation and more variables."""
-    # NeMo-Run's request fills in what is missing, and writes variables as they are.
-    filled = copy.copy(executor)
-    filled.job_details = copy.deepcopy(executor.job_details)
-    filled.job_details.folder = os.path.join(life, "logs")
-    quoted = {key: shlex.quote(value) for key, value in variables.items()}
-    filled.env_vars = {**executor.env_vars, **quoted}
-    if renew:
-        # In a container too, the nodes read what the allocations before have left.
-        folder = os.path.dirname(os.path.dirname(life))
-        filled.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
-    return filled

@@ -115,8 +115,8 @@ def submit(allocations: Allocations, number: int) -> None:
     allocations.ask("submit", number=number, script="#!/bin/sh\n")
 
 
-def leave(allocations: Allocations, number: int, user: str) -> None:
-    allocations.ask("leave", number=number, user=user, why=allocations_module.LEFT_EARLY)
+def leave(allocations: Allocations, user: str) -> None:
+    allocations.ask("leave", user=user, why=allocations_module.LEFT_EARLY)
 
 
 def _lost_once(monkeypatch, what: str, is_done: bool) -> None:
@@ -306,7 +306,7 @@ def test_a_requeued_life_goes_on_without_users(world):
     world.events = [world.ready]
     client.run()
     (world.life() / "run" / "101.1").mkdir()
-    leave(client.allocations, 1, "me")
+    leave(client.allocations, "me")
     assert world.cancelled() == []
     assert os.listdir(world.life()).count("released") == 1
     assert not client.allocations.look().stopped
@@ -316,7 +316,7 @@ def test_the_last_user_leaves_while_the_controller_is_away(world):
     """The head has to hear of it, or Ray would come up for nobody."""
     allocations = world.submitted()
     (world.slurm / "away").touch()
-    leave(allocations, 1, "me")
+    leave(allocations, "me")
     assert "before it was ready" in allocations.look().stopped
     assert not allocations.look().over, "a stop finds the job, once Slurm answers"
     (world.slurm / "away").unlink()
@@ -333,15 +333,13 @@ def test_two_names_of_a_folder_are_one(world, tmp_path):
     assert (world.slurm / "queue").read_text().strip().endswith(str(world.life().resolve()))
 
 
-def test_the_host_must_answer_once(world, monkeypatch):
+def test_the_host_must_answer_the_first_time(world, monkeypatch):
     def never(self: Allocations) -> SlurmAllocation | None:
         raise Unanswered("me@host cannot be reached now: no route.")
 
     monkeypatch.setattr(Allocations, "look", never)
-    world.events = [_nothing] * 100
-    with pytest.raises(ClusterError, match=r"'ray' cannot be looked for: me@host .*no route"):
+    with pytest.raises(ClusterError, match="me@host .*no route"):
         world.client().run()
-    assert world.now == 1000 + 60
 
 
 def test_it_is_kept_only_once_it_is_ready(world):
@@ -354,7 +352,7 @@ def test_it_is_kept_only_once_it_is_ready(world):
     world.events = [_nothing, interrupt]
     with pytest.raises(ClusterError, match="Interrupted"):
         client.run()
-    leave(client.allocations, client.held, "me")
+    leave(client.allocations, "me")
     assert world.cancelled() == ["101"]
     assert "before it was ready" in (world.life() / "over").read_text()
     world.events = [_nothing, lambda: world.ready(2)]
@@ -473,7 +471,7 @@ def test_a_program_leaves_while_python_ends(tmp_path):
 def test_two_sidecars_of_one_name():
     executor = run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir="/shared"))
     twice = [Sidecar("cache", "one"), Sidecar("cache", "two")]
-    with pytest.raises(ConfigError, match="two sidecars with the name 'cache'"):
+    with pytest.raises(ConfigError, match=r"sidecars with the names \['cache', 'cache'\]"):
         SlurmCluster(executor=executor, sidecars=twice)
 
 
