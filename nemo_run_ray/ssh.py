@@ -138,31 +138,26 @@ class _KnownHosts(paramiko.MissingHostKeyPolicy):
     def missing_host_key(self, client: Any, hostname: str, key: paramiko.PKey) -> None:
         """Accept the key, or raise the error that names the command which adds it."""
         marks = {mark for mark, entry in self._entries if entry.key == key}
-        if marks == {""}:
-            return
         is_changed = any(entry.key.get_name() == key.get_name() for _, entry in self._entries)
-        if not (marks or is_changed or self._is_strict):
+        if marks == {""} or not (marks or is_changed or self._is_strict):
             return
-        shown = f"{key.get_name()} {key.fingerprint}"
         files = " and ".join(self._files)
         add = shlex.join(["ssh", "-o", "StrictHostKeyChecking=ask", *self._login, "true"])
         if marks:
-            raise ClusterError(
-                f"The SSH host key of {self._host} ({shown}) is revoked in {files}: no connection "
-                "is made. Ask the administrators of the host."
-            )
-        if is_changed:
+            state, step = "is revoked", "Ask the administrators of the host."
+        elif is_changed:
             remove = shlex.join(["ssh-keygen", "-R", self._names[0], "-f", self._files[0]])
-            raise ClusterError(
-                f"The SSH host key of {self._host} is not the known one: the host has shown "
-                f"{shown}, and {files} have another key of this type. Somebody may intercept the "
-                "connection. Only if the administrators of the host confirm the new key, remove "
-                f"the old one with `{remove}` and add the new one with `{add}`."
+            state = "is not the known one"
+            step = (
+                "Somebody may intercept the connection. Only if the administrators of the host "
+                f"confirm the new key, remove the old one with `{remove}` and add it with `{add}`."
             )
+        else:
+            state = "is not known"
+            step = f"Compare it with what the administrators say, and add it with `{add}`."
         raise ClusterError(
-            f"The SSH host key of {self._host} is not known: the host has shown {shown}, and "
-            f"{files} do not have it. Compare it with what the administrators of the host say, "
-            f"and add it with `{add}`."
+            f"The SSH host key of {self._host} ({key.get_name()} {key.fingerprint}) {state} in "
+            f"{files}: no connection is made. {step}"
         )
 
 
@@ -170,17 +165,15 @@ def _check_host_key(hop: Any) -> None:
     """Let a connection that is not open yet take no key but those that OpenSSH would accept."""
     words = ["ssh", "-G", "-p", str(hop.port), "-l", hop.user, "--", hop.original_host]
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise ClusterError(
-            f"The SSH host key of {hop.original_host} cannot be checked: there is no program "
-            f"{error.filename!r} on this machine. Install OpenSSH's client."
-        ) from error
-    if done.returncode != 0:
-        raise ClusterError(
-            f"The SSH host key of {hop.original_host} cannot be checked: `{shlex.join(words)}` has "
-            f"failed: {done.stderr.strip()}"
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
         )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ClusterError(
+            f"The SSH host key of {hop.original_host} cannot be checked by `{shlex.join(words)}`: "
+            f"{getattr(error, 'stderr', '') or error} Install OpenSSH's client, or correct its "
+            "configuration."
+        ) from error
     rows = (line.partition(" ") for line in done.stdout.splitlines())
     policy = _KnownHosts(hop, {name: value for name, _, value in rows})
     hop.client.set_missing_host_key_policy(policy)

@@ -70,7 +70,6 @@ class Dashboard:
         why_dead: says in sentences why it can never answer again; empty while it may. The
             process that started Ray knows when it has ended, and no client need wait for it.
         earlier: jobs of allocations before this Ray, which continue in it; ``None`` without any.
-        env_tries: how often Ray builds a runtime environment there; ``None`` when it is not known.
     """
 
     url: str
@@ -79,7 +78,6 @@ class Dashboard:
     credentials_step: str = field(default="", compare=False)
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
     earlier: ClusterArchive | None = field(default=None, repr=False, compare=False)
-    env_tries: int | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_loopback(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import os
 import re
 import warnings
@@ -100,10 +99,13 @@ class ExistingCluster(Cluster):
         headers = {name: _fill(name, value) for name, value in self.headers.items()}
         for name, value in headers.items():
             _check_header(name, value)
+        given = {name.lower(): value for name, value in self.headers.items()}
+        names = _VARIABLE.findall(given.get("authorization", ""))
         token = self._token()
-        if token is not None and not any(name.lower() == "authorization" for name in headers):
+        if token is not None and "authorization" not in given:
             headers["Authorization"] = f"Bearer {token}"
-        dashboard = Dashboard(self.url, headers, self.verify, self._credentials_step())
+        step = f"Correct the variable {', '.join(names)} of your environment." if names else ""
+        dashboard = Dashboard(self.url, headers, self.verify, step)
         sent = [name for name in headers if is_credential_name(name)]
         if sent and self.url.startswith("http://") and not dashboard.is_loopback:
             _warn_once(
@@ -112,14 +114,6 @@ class ExistingCluster(Cluster):
                 "way can read it. Use https, or an SSH forward and http://127.0.0.1:<port>.",
             )
         return dashboard
-
-    def _credentials_step(self) -> str:
-        """The next step when this cluster's own credentials are refused."""
-        if self.token is not None and self._token() is None:
-            return "Its token was given in code: give the same one by RAY_AUTH_TOKEN."
-        given = [text for name, text in self.headers.items() if name.lower() == "authorization"]
-        names = _VARIABLE.findall("".join(given))
-        return f"Correct the variable {', '.join(names)} of your environment." if names else ""
 
     def find(self) -> Dashboard | None:
         return self.connect()
@@ -164,15 +158,10 @@ def token_of_user() -> str | None:
         from nemo_run_ray.remote.dashboard import ray_token
 
         token = ray_token() or None
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"RAY_AUTH_TOKEN_PATH names {error.filename}, which does not exist; write the "
-            "cluster's token into that file or unset the variable."
-        ) from error
     except OSError as error:
         raise ConfigError(
-            f"Ray's token file {error.filename} cannot be read ({error.strerror}); correct its "
-            "permissions."
+            f"Ray's token file {error.filename} cannot be read ({error.strerror}). Correct the "
+            "file or the variable RAY_AUTH_TOKEN_PATH."
         ) from error
     if token is not None and not _is_plain(token):
         raise ConfigError(
@@ -194,8 +183,6 @@ def _dashboard_url(url: str) -> str:
         if _HOST_AND_PORT.fullmatch(url.strip()):
             parts = urlsplit(f"ray://{url.strip()}")
         port = parts.port
-        if "[" in parts.netloc:
-            ipaddress.ip_address(str(parts.hostname))  # Python 3.10 takes any word in brackets
     except ValueError as error:
         raise ConfigError(f"The cluster's address is {url!r} ({error}); {allowed}.") from error
     if parts.username is not None:
@@ -207,11 +194,10 @@ def _dashboard_url(url: str) -> str:
     if parts.scheme == "ray" and parts.hostname:
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         found = f"http://{host}:{DASHBOARD_PORT}"
-        or_that = f"; if the dashboard has port {port}, http://{host}:{port}" if port else ""
         _warn_once(
             url,
             f"{url} is no address of a dashboard; jobs go through it, and it is taken to be at "
-            f"{found}. Give that address to silence this{or_that}.",
+            f"{found}. Give the dashboard's address to silence this.",
         )
         return found
     # urlsplit has left some of these out.

@@ -79,7 +79,8 @@ MARKER = ".nemo_run_ray"
 _TEMP_ROOT_MAX_BYTES = 107 - 75
 #: File in Ray's folder with the address of its GCS, and seconds in which it must be there.
 _CURRENT, _CURRENT_S = "ray_current_cluster", 20.0
-#: Ray's variable for how often it builds a runtime environment.
+#: Ray's variable for how often it builds a runtime environment. Each time starts from nothing and
+#: takes 20 s for ``pip``, which itself repeats what the network drops; Ray's default is three.
 _TRIES = "RUNTIME_ENV_RETRY_TIMES"
 #: Variables of a cluster in which this program may run itself.
 _OF_ANOTHER = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"}
@@ -92,10 +93,8 @@ _SLOW_S, _STARTS = 10.0, 3
 _ANSWER_S = 5.0
 #: Seconds after which a user learns what the program waits for.
 _SILENT_S = 1.0
-#: Seconds that a caller waits for a folder's removal, which continues without it.
-_REMOVE_WAIT_S = 5.0
-#: Archives that are kept, those of them that keep logs, and bytes of each log: its end.
-_ARCHIVES, _WITH_LOGS, _LOG_BYTES = 50, 5, 64 * 1024**2
+#: Archives that are kept, and bytes of each log: its end.
+_ARCHIVES, _LOG_BYTES = 20, 64 * 1024**2
 #: Lines of the log of `ray start` that a message shows, and their length.
 _LINES_SHOWN, _LINE_MAX = 6, 300
 #: Lines in which `ray start` says how to use what it has started, or repeats information and
@@ -103,8 +102,6 @@ _LINES_SHOWN, _LINE_MAX = 6, 300
 _CHATTER = re.compile(
     r"\s(INFO|SUCC) \w+\.py:\d+ -- |\[state-dump\]|\[\d{4}-\d\d-\d\d [\d:,.]+ [IW] \d"
 )
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_PORTS_TRIED = 100
 _WATCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from remote.local_watch import main; main(*sys.argv[2:4], float(sys.argv[4]))"
@@ -129,23 +126,16 @@ class LocalState:
     born: str
     url: str
     root: str
-    #: Pid and identity of its raylet, without which nothing runs; `ray start` may outlive it.
-    raylet: list[Any] = field(default_factory=list)
     size: list[int | None] = field(default_factory=lambda: [None, None])
-    #: Number of times that it tries to build a runtime environment.
-    env_tries: int | None = None
     keep: bool = False
     #: A run was detached: it outlives its last user, until it is idle.
     detached: bool = False
     users: list[list[Any]] = field(default_factory=list)
 
     @property
-    def dead_process(self) -> str:
-        """The process that a cluster has died by; empty while it lives."""
-        if not is_running(self.pid, self.born):
-            return f"process {self.pid}"
-        is_alive = not self.raylet or is_running(*self.raylet)
-        return "" if is_alive else f"raylet (process {self.raylet[0]})"
+    def is_alive(self) -> bool:
+        """Whether ``ray start`` runs, which ends when one of Ray's processes dies."""
+        return is_running(self.pid, self.born)
 
 
 @strict_init
@@ -226,10 +216,7 @@ class LocalCluster(Cluster):
                 address = Path(state.root, RAY_FOLDER, _CURRENT).read_text(encoding="utf-8")
                 return {"RAY_ADDRESS": address.strip(), **self._folder.credentials()}
             time.sleep(0.1)
-        raise ClusterError(
-            "The embedded Ray has ended, or does not say where its GCS is. Run the program again; "
-            "if that does not help: nemo-run-ray down, and then the program."
-        )
+        raise ClusterError("The embedded Ray has ended, or hangs. Run the program again.")
 
     def stop(self) -> None:
         """Stop it now, with all that runs on it, if there is one."""
@@ -250,7 +237,7 @@ class LocalCluster(Cluster):
     def _dashboard(self, state: LocalState) -> Dashboard:
         headers = {"Authorization": f"Bearer {self._folder.token()}"}
         why_dead = partial(self._folder.why_dead, state)
-        return Dashboard(state.url, headers, why_dead=why_dead, env_tries=state.env_tries)
+        return Dashboard(state.url, headers, why_dead=why_dead)
 
     def _start(self) -> LocalState:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
@@ -267,17 +254,23 @@ class LocalCluster(Cluster):
 
     def _start_once(self) -> LocalState:
         folder, root, port = self._folder, _temp_root(), _free_port()
+        options = {
+            "port": 0,
+            "dashboard-agent-listen-port": 0,
+            # Ray's default, 10001, may be another Ray's, and `ray start` ends when it is taken.
+            "ray-client-server-port": _free_port(),
+            "include-dashboard": "true",
+            "dashboard-host": "127.0.0.1",
+            "dashboard-port": port,
+            "temp-dir": f"{root}/{RAY_FOLDER}",
+            "num-cpus": self.num_cpus,
+            "num-gpus": self.num_gpus,
+        }
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-        command += ["--port=0", "--dashboard-agent-listen-port=0"]
-        # Ray's default, 10001, may be another Ray's, and `ray start` ends when it cannot have it.
-        command += [f"--ray-client-server-port={_free_port()}", "--include-dashboard=true"]
-        command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
-        command += ["--disable-usage-stats", f"--temp-dir={root}/{RAY_FOLDER}"]
-        for flag, value in (("num-cpus", self.num_cpus), ("num-gpus", self.num_gpus)):
-            if value is not None:
-                command.append(f"--{flag}={value}")
+        command += ["--disable-usage-stats"]
+        command += [f"--{name}={value}" for name, value in options.items() if value is not None]
         size, url = [self.num_cpus, self.num_gpus], f"http://127.0.0.1:{port}"
-        state = LocalState(pid=0, born="", url=url, root=root, size=size, env_tries=env_tries())
+        state = LocalState(pid=0, born="", url=url, root=root, size=size)
         try:
             # This is written first: if this client dies here, the next one finds what to remove.
             folder.write(state)
@@ -295,7 +288,6 @@ class LocalCluster(Cluster):
             state.pid, state.born = process.pid, process_identity(process.pid) or ""
             folder.write(state)
             self._await_node(state)
-            state.raylet = raylet_of(process.pid)
             folder.join(state, self.keep)
             # This ends the Ray when it is idle, and ends with it, by its environment.
             package = str(Path(__file__).parents[1])
@@ -313,7 +305,7 @@ class LocalCluster(Cluster):
         ray_log = self._folder.log
         deadline = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < deadline:
-            if not is_running(state.pid, state.born):
+            if not state.is_alive:
                 code = os.waitstatus_to_exitcode(os.waitpid(state.pid, 0)[1])
                 raise ClusterError(
                     f"The embedded Ray did not start: `ray start` ended with exit code {code}. "
@@ -394,7 +386,7 @@ class StateFolder:
     def read(self) -> LocalState | None:
         """The state of a cluster that lives, else ``None``."""
         state = self._read_any()
-        return state if state is not None and not state.dead_process else None
+        return state if state is not None and state.is_alive else None
 
     def remove_dead(self) -> None:
         """Stop the cluster, or remove what one has left that died. The lock is held."""
@@ -442,7 +434,7 @@ class StateFolder:
         return env | {
             **self.credentials(),
             "RAY_USAGE_STATS_ENABLED": "0",
-            _TRIES: str(env_tries()),
+            _TRIES: os.environ.get(_TRIES, "1"),
             "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
             "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
             EMBEDDED: root,
@@ -450,12 +442,12 @@ class StateFolder:
 
     def why_dead(self, state: LocalState) -> str:
         """Explain why a cluster cannot answer any more; empty while its processes live."""
-        if not state.dead_process:
+        if state.is_alive:
             return ""
         last = self._read_any()
         if last is None or last.pid != state.pid:
             return f"The embedded Ray at {state.url} has been stopped."
-        return ClusterArchive(_died(state, state.dead_process, self.log)).sentence
+        return ClusterArchive(_died(state, self.log)).sentence
 
     def archive(self, session: str) -> ClusterArchive | None:
         """The archive of a session; an empty name is the last one, unless it was stopped."""
@@ -466,13 +458,12 @@ class StateFolder:
             text = rows.read_text(encoding="utf-8") if rows.exists() else ""
             return ClusterArchive(reason, rows_in(text), _logs_in(folder / "logs"))
         last = self._read_any()
-        if last is None or not last.dead_process:
+        if last is None or last.is_alive:
             return None
         ray = Path(last.root, RAY_FOLDER, session)
         if session and not ray.exists():
             return None
-        reason = _died(last, last.dead_process, self.log)
-        return ClusterArchive(reason, log=_logs_in(ray / "logs"))
+        return ClusterArchive(_died(last, self.log), log=_logs_in(ray / "logs"))
 
     def join(self, state: LocalState, keep: bool) -> None:
         """Note that this process uses the cluster, until its end."""
@@ -491,9 +482,8 @@ class StateFolder:
             state: of the cluster.
             jobs: its job table.
         """
-        family = {}
-        dead_process = state.dead_process
-        if is_running(state.pid, state.born):
+        family, has_died = {}, not state.is_alive
+        if not has_died:
             # Those that changed their title have lost the environment that marks them.
             family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
@@ -503,46 +493,48 @@ class StateFolder:
             *marked(mark),
             *(pid for pid, born in family.items() if is_running(pid, born)),
         }:
-            if time.monotonic() > deadline or not is_running(state.pid, state.born):
+            if time.monotonic() > deadline or not state.is_alive:
                 for pid in pids:
                     kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         if state.pid:
             with contextlib.suppress(ChildProcessError):  # another process has started it
                 os.waitpid(state.pid, os.WNOHANG)
-        self._archive(state, dead_process, jobs)
-        _remove(Path(state.root), has_died=bool(dead_process))
+        self._archive(state, has_died, jobs)
+        if Path(state.root, MARKER).exists():
+            # Environments of packages make 100,000 files of it, which nobody should wait for.
+            _detached('rm -rf "$1"', state.root)
+        else:
+            log.warning("%s is not removed: it is no folder of an embedded Ray.", state.root)
         self._token.unlink(missing_ok=True)
         self._state.unlink(missing_ok=True)
 
-    def _archive(self, state: LocalState, dead_process: str, jobs: list[Any] | None) -> None:
+    def _archive(self, state: LocalState, has_died: bool, jobs: list[Any] | None) -> None:
         """Archive a cluster whose processes have ended, before its folder is removed.
 
         A warning names what cannot be kept (a full disk): the next start must not fail for it.
         """
+        archives = self.path / "archive"
         for session in Path(state.root).glob(f"{RAY_FOLDER}/session_*"):
             if session.is_symlink():
                 continue
-            folder = self.path / "archive" / session.name
+            folder = archives / session.name
             reason = "the embedded Ray that had it has been stopped"
             try:
                 (folder / "logs").mkdir(parents=True, exist_ok=True)
-                if dead_process:
+                if has_died:
                     for path in (*session.glob("logs/job-driver-*.log"), self.log):
                         if path.exists():
                             copy_end(str(path), str(folder / "logs" / path.name), _LOG_BYTES)
-                    reason = _died(state, dead_process, folder / "logs" / self.log.name)
+                    reason = _died(state, folder / "logs" / self.log.name)
                 if jobs is not None:
                     write_file(folder / "jobs.json", json.dumps(jobs))
                 write_file(folder / "reason", reason)
             except OSError as error:
-                log.warning("What is left of the embedded Ray is not kept in %s: %s", folder, error)
-        reasons = (self.path / "archive").glob("session_*/reason")
-        by_age = sorted(reasons, key=lambda path: path.stat().st_mtime, reverse=True)
-        newest = [path.parent for path in by_age]
-        with_logs = [folder / "logs" for folder in newest if any(folder.glob("logs/*"))]
-        for folder in (*newest[_ARCHIVES:], *with_logs[_WITH_LOGS:]):
-            shutil.rmtree(folder, ignore_errors=True)
+                log.warning("The embedded Ray is not archived in %s: %s", folder, error)
+        by_age = sorted(archives.glob("*/reason"), key=lambda path: path.stat().st_mtime)
+        for path in by_age[:-_ARCHIVES]:
+            shutil.rmtree(path.parent, ignore_errors=True)
 
     def leave(self, pid: int, is_idle: bool = False) -> None:
         """Stop it if nobody else uses it; a detached run keeps it until it is idle."""
@@ -583,17 +575,14 @@ def _temp_root() -> str:
 
 
 def _free_port() -> int:
-    """A port that is free now, and that the kernel gives to no connection until Ray takes it.
+    """A free port of those that the kernel gives to no connection until Ray takes it.
 
-    Ray's workers have those from 10002 to 19999.
+    Ray's workers have the ports from 10002 to 19999.
     """
-    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-        ports = range(20000, int(file.read().split()[0]))
-    # With 0 the kernel chooses, where it gives all of them to connections.
-    for port in (*random.sample(ports, min(len(ports), _PORTS_TRIED)), 0):
+    for port in random.sample(range(20000, 32768), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
-            return int(probe.getsockname()[1])
+            return port
     raise ClusterError("No port is free on this machine for the embedded Ray.")
 
 
@@ -611,25 +600,10 @@ def _logs_in(folder: Path) -> Callable[[str], Path | None]:
     return log_of
 
 
-def _died(state: LocalState, process: str, its_log: Path) -> str:
-    """Say that a process of it has died, as the end of a sentence."""
-    return f"the embedded Ray at {state.url} has died: its {process} is gone. {end_of_log(its_log)}"
-
-
-def _remove(root: Path, has_died: bool) -> None:
-    """Remove the folder of a cluster; a large one is removed while the caller continues.
-
-    Environments of packages make 100,000 files of it, for which a start would wait a minute. Of a
-    cluster that has died, programs may still write there for some seconds.
-    """
-    if not (root / MARKER).exists():
-        log.warning("%s is not removed: it is not the folder of an embedded Ray.", root)
-        return
-    again = '; sleep 3; rm -rf "$1"; sleep 12; rm -rf "$1"' if has_died else ""
-    _detached(f'rm -rf "$1"{again}', str(root))
-    deadline = time.monotonic() + _REMOVE_WAIT_S
-    while root.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+def _died(state: LocalState, its_log: Path) -> str:
+    """Say that it has died, as the end of a sentence."""
+    process = f"its process {state.pid} is gone"
+    return f"the embedded Ray at {state.url} has died: {process}. {end_of_log(its_log)}"
 
 
 def end_of_log(path: Path) -> str:
@@ -638,7 +612,7 @@ def end_of_log(path: Path) -> str:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         return f"Its log {path} cannot be read: {error.strerror}."
-    lines = (line.rstrip() for line in _COLOUR.sub("", text).splitlines())
+    lines = (line.rstrip() for line in text.splitlines())
     shown = [line[:_LINE_MAX] for line in lines if line and not _CHATTER.search(line)]
     if not shown:
         return (
@@ -646,22 +620,3 @@ def end_of_log(path: Path) -> str:
             "met the machine's out-of-memory killer."
         )
     return "\n  ".join([f"The end of its log {path}:", *shown[-_LINES_SHOWN:]])
-
-
-def raylet_of(pid: int) -> list[Any]:
-    """The raylet that ``ray start`` has started, by its pid and identity; empty without one."""
-    for child in descendants(pid):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{child}/comm").read_text().strip() == "raylet":
-                return [child, process_identity(child)]
-    return []
-
-
-def env_tries() -> int:
-    """The number of times that an embedded Ray tries to build a runtime environment.
-
-    Ray's default is three times. Each starts from nothing and takes 20 s for ``pip`` here, and pip
-    itself repeats what the network drops.
-    """
-    given = os.environ.get(_TRIES, "")
-    return int(given) if given.strip().isdecimal() else 1

@@ -254,7 +254,7 @@ def test_what_slurm_or_the_script_refuses(allocations):
 
 
 def test_more_nodes_than_there_are(allocations):
-    with pytest.raises(ClusterError, match="PartitionConfig|PartitionNodeLimit"):
+    with pytest.raises(ClusterError, match=r"PartitionConfig|PartitionNodeLimit"):
         allocations.cluster(nodes=99, queue_timeout_s=4).connect()
     wait_for(lambda: not allocations.jobs(), 10)
 

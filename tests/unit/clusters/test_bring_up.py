@@ -338,7 +338,7 @@ def test_the_host_must_answer_the_first_time(world, monkeypatch):
         raise Unanswered("me@host cannot be reached now: no route.")
 
     monkeypatch.setattr(Allocations, "look", never)
-    with pytest.raises(ClusterError, match="me@host .*no route"):
+    with pytest.raises(ClusterError, match=r"me@host .*no route"):
         world.client().run()
 
 

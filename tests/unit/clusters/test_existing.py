@@ -67,7 +67,6 @@ def test_a_token_that_was_given_for_another_cluster_is_not_sent(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another")
     dashboard = from_record(record).connect()
     assert dashboard.headers == {}
-    assert "RAY_AUTH_TOKEN" in dashboard.credentials_step
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-this-one")
     assert from_record(record).connect().headers == {"Authorization": "Bearer of-this-one"}
 
@@ -192,7 +191,6 @@ def test_addresses(given, url):
         "http://:8265",
         "http://host:port",
         "host:99999",
-        "[dead]:80",
         "http://host:99999",
         "http://host:0",
         "http://[::1",

@@ -60,10 +60,13 @@ _KNOWN = {
 _REFUSED = {
     "unknown": (
         "[127.0.0.2]:{port} {ed25519}",
-        r"is not known: .*with `ssh -o \S+ -p {port} root@",
+        r"is not known in .*with `ssh -o \S+ -p {port} root@",
     ),
-    "an authority's": ("@cert-authority * {ed25519}", "is not known"),
-    "changed": ("[127.0.0.1]:{port} {other}", r"not the known one: .*`ssh-keygen -R '\[127\.0\.0"),
+    "an authority's": ("@cert-authority * {ed25519}", "is not known in"),
+    "changed": (
+        "[127.0.0.1]:{port} {other}",
+        r"not the known one in .*`ssh-keygen -R '\[127\.0\.0",
+    ),
     "revoked": ("[127.0.0.1]:{port} {ed25519}\n@revoked * {ed25519}", "is revoked in"),
 }
 
@@ -130,13 +133,13 @@ def test_each_host_of_a_proxy_jump_is_checked(sshd):
     assert _run(sshd, "behind") == "here\n"
     for name, known in (("jump", keys[1]), ("behind", keys[0])):
         sshd.know(known)
-        with pytest.raises(ClusterError, match=f"The SSH host key of {name} is not known"):
+        with pytest.raises(ClusterError, match=rf"The SSH host key of {name} \(.*is not known"):
             _run(sshd, "behind")
 
 
 def test_without_openssh_no_host_is_trusted(sshd, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ClusterError, match=r"no program 'ssh'.*Install OpenSSH's client"):
+    with pytest.raises(ClusterError, match=r"No such file.*'ssh' Install OpenSSH's client"):
         _run(sshd)
 
 
