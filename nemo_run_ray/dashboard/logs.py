@@ -44,9 +44,8 @@ _CLOSED = {401, 403, 404, 405, 501}
 class _Refused(Exception):
     """The answer to the wish for a WebSocket is another one."""
 
-    def __init__(self, status: int, location: str) -> None:
-        to = f", a redirect to {location}, which is not followed" if location else ""
-        super().__init__(f"HTTP {status}{to}")
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}; redirects are not followed")
         self.status = status
 
 
@@ -57,8 +56,7 @@ class _Connection(ClientConnection):
         try:
             super().handshake(*args, **kwargs)
         except InvalidStatus as error:
-            answer = error.response
-            raise _Refused(answer.status_code, answer.headers.get("Location", "")) from error
+            raise _Refused(error.response.status_code) from error
 
 
 class LogStream:
@@ -137,7 +135,7 @@ class LogStream:
             raise self._no_such_job(submission_id)
         is_empty = True
         try:
-            for text in self._now(row, submission_id, silence_s):
+            for text in filter(None, self._now(row, submission_id, silence_s)):
                 is_empty = False
                 yield text
         except httpx.ConnectError as error:
@@ -145,10 +143,9 @@ class LogStream:
         except httpx.HTTPError as error:
             raise StreamCut(f"the log of {submission_id}: {error}") from error
         row = (self._row(submission_id) if is_empty else None) or {}
-        never_started = state_of_row(row) is JobState.FAILED and row.get("driver_exit_code") is None
-        message = row.get("message")
-        if never_started and message:
-            yield f"{message.strip()}\n"
+        has_failed = state_of_row(row) is JobState.FAILED and row.get("driver_exit_code") is None
+        if has_failed and row.get("message"):
+            yield f"{str(row['message']).strip()}\n"
 
     def _now(self, row: JobRow, submission_id: str, silence_s: float) -> Iterator[str]:
         """The log, or by the Jobs API where a front keeps the state API closed."""
@@ -168,20 +165,17 @@ class LogStream:
 
     def _open(self, url: str) -> ClientConnection:
         dashboard = self._http.dashboard
-        options: dict[str, Any] = {}
-        if url.startswith("https"):
-            options["ssl"] = tls(dashboard.verify)
         opened: ClientConnection = connect(
             "ws" + url.removeprefix("http"),
             additional_headers=dashboard.headers,
             compression=None,
             proxy=self._http.proxy,
+            ssl=tls(dashboard.verify) if url.startswith("https") else None,
             open_timeout=READ_S,
             close_timeout=_CLOSE_S,
             ping_interval=None,  # Ray only sends on this socket: it answers no ping
             max_size=_MESSAGE_MAX_BYTES,
             create_connection=_Connection,
-            **options,
         )
         return opened
 
@@ -229,9 +223,5 @@ def decode_text(pieces: Iterable[bytes]) -> Iterator[str]:
     utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
     for piece in pieces:
-        text = decoder.decode(piece)
-        if text:
-            yield text
-    rest = decoder.decode(b"", final=True)
-    if rest:
-        yield rest
+        yield decoder.decode(piece)
+    yield decoder.decode(b"", final=True)

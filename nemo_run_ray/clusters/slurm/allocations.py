@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import threading
@@ -23,7 +24,7 @@ from nemo_run_ray.clusters.slurm import on_login
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, NemoRunRayError
 from nemo_run_ray.remote import files
-from nemo_run_ray.remote.carried_over import TABLE, PreviousRun, rows_of
+from nemo_run_ray.remote.carried_over import PreviousRun, rows_of
 from nemo_run_ray.remote.slurm.folder import JOB_LOGS, HeadAddress, RunEnd
 from nemo_run_ray.remote.spec import JobRows, rows_in
 
@@ -41,8 +42,7 @@ _ASKING_S = 300.0
 _TERMINATED, _UNSAID_S = 143, 60.0
 #: Seconds for which an answer counts for what is there now.
 _TRUST_S = 2.0
-_PROGRAM = Path(on_login.__file__).read_text(encoding="utf-8")
-_FILES = Path(files.__file__).read_text(encoding="utf-8")
+_MODULES = {module.__name__: inspect.getsource(module) for module in (files, on_login)}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SlurmAllocation:
         renewed: whether it continues the dispatches of the allocation before.
         job: Slurm's number of its job; empty until Slurm has taken it.
         refused: what ``sbatch`` said when it did not take the job.
-        stopped: why a user has stopped it; empty while nobody has.
+        stop: why a user has stopped it; empty while nobody has.
         over: why a client gave it up; empty while nobody has.
         run: folder of the job's run, below the allocation's; empty until it runs.
         head: where Ray is reached, once the cluster is ready.
@@ -99,7 +99,7 @@ class SlurmAllocation:
     renewed: bool = False
     job: str = ""
     refused: str = ""
-    stopped: str = ""
+    stop: str = ""
     over: str = ""
     run: str = ""
     head: HeadAddress | None = None
@@ -123,14 +123,14 @@ class SlurmAllocation:
     @property
     def is_renewing(self) -> bool:
         """Whether its script, at its end, is about to ask for the next allocation."""
-        if self.end is None or not self.end.renews or self.stopped or self.over:
+        if self.end is None or not self.end.renews or self.stop or self.over:
             return False
         return self.ended_s < _ASKING_S
 
     @property
     def may_start_again(self) -> bool:
         """Whether Slurm may start its job again, of which one start has ended."""
-        if self.end is None or self.stopped or self.over:
+        if self.end is None or self.stop or self.over:
             return False
         # By this signal Slurm ends a start. What it says next tells whether it was the last one.
         had_signal = self.end.code == _TERMINATED
@@ -142,7 +142,7 @@ class SlurmAllocation:
     def will_start(self) -> bool:
         """Whether it may still come up; a script that claimed it may have died before."""
         is_left = self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _ASKING_S
-        return not (self.head or self.stopped or self.why_over or self.is_lost or is_left)
+        return not (self.head or self.stop or self.why_over or self.is_lost or is_left)
 
 
 @dataclass(frozen=True)
@@ -242,14 +242,12 @@ class Allocations:
             ClusterError: it has failed, nobody may log in, or others may write to the folder.
         """
         request = {"folder": self.folder, "do": what, "with": arguments}
-        # Its own text, and no file there, is what runs.
         program = (
-            "import types\n"
-            "def module(text):\n"
-            "    found = types.ModuleType('module')\n"
-            "    exec(text, found.__dict__)\n"
-            "    return found\n"
-            f"module({_PROGRAM!a}).main({request!a}, module({_FILES!a}).why_untrusted)"
+            "import sys, types\n"
+            f"for name, text in {_MODULES!a}.items():\n"
+            "    module = sys.modules[name] = types.ModuleType(name)\n"
+            "    exec(text, module.__dict__)\n"
+            f"module.main({request!a})"
         )
         answer = json.loads(self.login.run_python(program))
         if "untrusted" in answer:
@@ -351,9 +349,7 @@ class Allocations:
         if time.monotonic() - at >= _TRUST_S and not (number and history.runs):
             row = None
             with contextlib.nullcontext() if number else contextlib.suppress(NemoRunRayError):
-                row = self.ask(
-                    "history", session=session, number=number, table=TABLE, logs=JOB_LOGS
-                )
+                row = self.ask("history", session=session, number=number)
             if row is not None:
                 for run in row["runs"]:
                     run["end"] = None if run["end"] is None else RunEnd(**run["end"])
@@ -399,7 +395,7 @@ def _why_gone(newest: SlurmAllocation | None, history: History) -> str:
         return why
     problem = ""
     if newest is not None and newest.number in history.numbers:
-        problem = newest.over or newest.stopped or newest.refused
+        problem = newest.over or newest.stop or newest.refused
     if problem:
         return f"{why}, and the next one did not come: {problem}"
     return f"{why}, and nobody has asked for the next one"

@@ -130,14 +130,14 @@ class BringUp:
         """
         if (
             allocation.end is not None
-            and not (allocation.stopped or allocation.over)
+            and not (allocation.stop or allocation.over)
             and self._starts_again(allocation)
         ):
             return False
-        if allocation.stopped and not allocation.why_over:
+        if allocation.stop and not allocation.why_over:
             with contextlib.suppress(ClusterError):  # Slurm may not have heard of it
-                self.allocations.cancel(allocation, allocation.stopped)
-        why = allocation.why_over or allocation.stopped or self._give_up_lost(allocation)
+                self.allocations.cancel(allocation, allocation.stop)
+        why = allocation.why_over or allocation.stop or self._give_up_lost(allocation)
         # Of several clients that wait, none submits again what would fail again.
         waited = allocation.number == self._joined and allocation.head is None and why != LEFT_EARLY
         if (

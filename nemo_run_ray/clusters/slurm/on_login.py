@@ -1,8 +1,8 @@
 """The client's half that runs on the login node: it asks Slurm, and reads and writes the cluster's
 folder.
 
-A client sends this file's text and a request to ``python3 -``; the answer is JSON. It imports the
-standard library alone and is written for Python 3.9.
+A client sends the texts of this file and of ``remote/files.py`` with a request to ``python3 -``;
+the answer is JSON. Both import the standard library alone and are written for Python 3.9.
 
 All clients of a cluster meet in its folder, where each allocation has a folder with the next number
 in ``lives``, see ``remote/slurm/carry.py``. To give a folder that name is to claim the
@@ -26,9 +26,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from nemo_run_ray.remote.files import why_untrusted, write_file
 
 #: Seconds for an answer of Slurm's controller. All that a request does must take less time than a
 #: command on a login node may take.
@@ -61,24 +62,21 @@ class ClusterFolder:
         Args:
             pause_s: seconds for which Slurm's last answer is taken for what it says now.
         """
-        number = max(self._numbers(), default=0)
+        number = max((int(name) for name in _names(self._lives) if name.isdigit()), default=0)
         if not number:
             return None
         path = self._path(number)
         os.listdir(path)  # so that a shared file system looks for new files
-        files = {"stopped": "stop", "over": "over", "refused": "refused"}
-        texts = {key: " ".join(_read(path, name).split()) for key, name in files.items()}
-        job = _read(path, "job").strip()
-        found = {
+        words = ("claimed", "job", "over", "refused", "stop")
+        found: dict[str, Any] = {
             "number": number,
             "folder": os.path.realpath(path),
-            "claimed": _read(path, "claimed").strip(),
-            "job": job,
             "is_sent": (path / "sbatch").is_dir(),
             "renewed": (path / "renewed").exists(),
-            "jobless_s": 0.0 if job else time.time() - os.stat(path).st_mtime,
-            **texts,
+            **{name: " ".join(_read(path, name).split()) for name in words},
         }
+        job = found["job"]
+        found["jobless_s"] = 0.0 if job else time.time() - os.stat(path).st_mtime
         changed_at = _changed_at(path / "job")
         run = self._newest_run(path, job)
         if run is not None:
@@ -94,14 +92,12 @@ class ClusterFolder:
         found["queued"] = next((row for row in rows or () if _is_job(row, found)), None)
         return found
 
-    def history(self, session: str, number: int, table: str, logs: str) -> dict[str, Any] | None:
+    def history(self, session: str, number: int) -> dict[str, Any] | None:
         """The runs whose dispatches continue in one allocation; ``None`` if none is known.
 
         Args:
             session: Ray's name of a run; the newest allocation that continues its dispatches.
             number: of the allocation, without a session.
-            table: name of the file with a run's job table.
-            logs: name of the folder with a run's logs.
         """
         if session:
             paths = self._lives.glob("*/run/*/session")
@@ -119,9 +115,9 @@ class ClusterFolder:
                 "folder": str(run),
                 "session": _read(run, "session").strip(),
                 "end": _json(run, "end.json"),
-                "table": _read(run, table),
-                "written_at": _changed_at(run / table),
-                "logs": _names(run / logs),
+                "table": _read(run, "jobs.json"),
+                "written_at": _changed_at(run / "jobs.json"),
+                "logs": _names(run / "job_logs"),
             }
             for path in map(self._path, numbers)
             for run in reversed(_runs(path))
@@ -151,7 +147,7 @@ class ClusterFolder:
         for folder in ("logs", "users"):
             os.makedirs(new / folder)
         (new / "users" / user).touch()
-        _write(new / "claimed", user)
+        write_file(new / "claimed", user)
         with contextlib.suppress(OSError):
             os.rename(new, path)
             return True
@@ -169,7 +165,7 @@ class ClusterFolder:
         except FileExistsError:
             return
         try:
-            _write(path / "ray.sub", script)
+            write_file(path / "ray.sub", script)
         except OSError:
             os.rmdir(path / "sbatch")
             raise
@@ -179,16 +175,16 @@ class ClusterFolder:
         except TimeoutError:
             code, text = 1, "sbatch timed out."
         if code:
-            _write(path / "refused", text)
+            write_file(path / "refused", text)
             return
         job = text.strip().split(";")[0]
-        _write(path / "job", job)
+        write_file(path / "job", job)
         if (path / "over").exists() or (path / "stop").exists():
             _command("scancel", job)
 
     def note_job(self, number: int, job: str) -> None:
         """Write down the number of a job that Slurm has although nobody has heard so."""
-        _write(self._path(number) / "job", job)
+        write_file(self._path(number) / "job", job)
 
     def join(self, number: int, user: str) -> None:
         """Note a program that uses an allocation, so that it does not end before the program."""
@@ -227,14 +223,14 @@ class ClusterFolder:
             if (path / "renewed").exists() or any(ready):
                 continue
             if not (path / "stop").exists():
-                _write(path / "stop", why)
+                write_file(path / "stop", why)
             with contextlib.suppress(OSError):
                 self._cancel(path)
-                _write(path / "over", why)
+                write_file(path / "over", why)
 
     def give_up(self, number: int, why: str) -> None:
         """Let nobody use an allocation any more. Its job ends as soon as it starts."""
-        _write(self._path(number) / "over", why)
+        write_file(self._path(number) / "over", why)
 
     def cancel(self, number: int, why: str, has_ended: bool) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.
@@ -252,13 +248,13 @@ class ClusterFolder:
         if has_ended:
             rows = self._jobs_of(path)
             if rows is None:  # nobody has said that Slurm does not start it again
-                _write(stop, why)
+                write_file(stop, why)
             if not rows:
                 return False
         run = self._newest_run(path, _read(path, "job").strip())
         has_head = run is not None and not (run / "end.json").exists()
         with contextlib.suppress(OSError):  # a full disk keeps no job alive
-            _write(stop, why)
+            write_file(stop, why)
             is_noted = True
         try:
             self._cancel(path)
@@ -267,7 +263,7 @@ class ClusterFolder:
                 return True  # its head ends it
             raise TimeoutError(_UNHEARD if is_noted else "Slurm gives no answer.") from None
         with contextlib.suppress(OSError):
-            _write(path / "over", why)
+            write_file(path / "over", why)
         return True
 
     def _cancel(self, path: Path) -> None:
@@ -309,7 +305,8 @@ class ClusterFolder:
         if began_at > changed_at and 0 <= time.time() - kept.get("at", 0.0) < pause_s:
             return None if kept["text"] is None else _rows(kept["text"])
         new = path.with_name(f"queue.{os.uname().nodename}.{os.getpid()}")
-        new.touch()
+        with contextlib.suppress(OSError):  # a full disk
+            new.touch()
         began_at = _changed_at(new)
         text = _squeue()
         with contextlib.suppress(OSError):
@@ -322,9 +319,6 @@ class ClusterFolder:
 
     def _path(self, number: int) -> Path:
         return self._lives / str(number)
-
-    def _numbers(self) -> list[int]:
-        return [int(name) for name in _names(self._lives) if name.isdigit()]
 
     def _newest_run(self, path: Path, job: str) -> Path | None:
         """Folder of the newest run of an allocation's job; ``None`` before the first one."""
@@ -389,9 +383,9 @@ def _read(path: Path, name: str = "") -> str:
 
 
 def _json(path: Path, name: str = "") -> dict[str, Any] | None:
+    """The object that another of our programs has written; ``None`` before it has."""
     with contextlib.suppress(ValueError):
-        row = json.loads(_read(path, name))
-        return row if isinstance(row, dict) else None
+        return dict(json.loads(_read(path, name)))
     return None
 
 
@@ -408,24 +402,16 @@ def _names(folder: Path) -> list[str]:
     return []
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
-    new = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
-    new.write_text(f"{text}\n", encoding="utf-8")
-    os.replace(new, path)
-
-
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
 
 
-def main(request: dict[str, Any], why_untrusted: Callable[[str], str]) -> None:
+def main(request: dict[str, Any]) -> None:
     """Answer one request, unless another user may write into the folder.
 
     Args:
         request: the folder, the name of a method and its arguments.
-        why_untrusted: of ``remote/files.py``.
     """
     os.umask(0o077)
     folder = request["folder"]

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nemo_run as run
 import pytest
 
-from nemo_run_ray import Sidecar, SlurmCluster
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm import allocations as allocations_module
-from nemo_run_ray.clusters.slurm import login as login_module
 from nemo_run_ray.clusters.slurm.allocations import Allocations, SlurmAllocation
 from nemo_run_ray.clusters.slurm.bring_up import BringUp
 from nemo_run_ray.clusters.slurm.login import Login
-from nemo_run_ray.errors import ClusterError, ConfigError, Unanswered
+from nemo_run_ray.errors import ClusterError, Unanswered
 from tests.slurm_commands import put_commands
 
 
@@ -119,12 +116,25 @@ def leave(allocations: Allocations, user: str) -> None:
     allocations.ask("leave", user=user, why=allocations_module.LEFT_EARLY)
 
 
-def _lost_once(monkeypatch, what: str, is_done: bool) -> None:
-    """The answer to one request is lost, after it was done or before."""
+def stop(allocations: Allocations) -> bool:
+    return allocations.cancel(allocations.look(), "it was ended")
+
+
+def _nothing() -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_done", "looks"),
+    [("claim", True, 1), ("submit", True, 0), ("submit", False, 1)],
+)
+def test_a_request_whose_answer_was_lost_is_found_or_made_again(
+    world, monkeypatch, request_, is_done, looks
+):
     ask = Allocations.ask
 
     def lose(self: Allocations, do: str, **arguments: object) -> object:
-        if do != what:
+        if do != request_:
             return ask(self, do, **arguments)
         monkeypatch.setattr(Allocations, "ask", ask)
         if is_done:
@@ -132,34 +142,19 @@ def _lost_once(monkeypatch, what: str, is_done: bool) -> None:
         raise Unanswered("The connection broke off.")
 
     monkeypatch.setattr(Allocations, "ask", lose)
-
-
-def _nothing() -> None:
-    return None
-
-
-def test_a_claim_whose_answer_was_lost_is_known_again(world, monkeypatch):
-    _lost_once(monkeypatch, "claim", is_done=True)
-    world.events = [_nothing, world.ready]
-    assert world.client().run().number == 1
-    assert world.lives() == ["1"]
-
-
-@pytest.mark.parametrize("ran", [False, True])
-def test_a_submission_that_broke_off_is_made_again_or_found(world, monkeypatch, ran):
-    _lost_once(monkeypatch, "submit", is_done=ran)
-    world.events = [_nothing, world.ready] if not ran else [world.ready]
+    world.events = [*[_nothing] * looks, world.ready]
     assert world.client().run().job == "101"
+    assert world.lives() == ["1"]
     assert (world.slurm / "last").read_text() == "101\n"
 
 
 def test_a_job_that_slurm_has_and_nobody_heard_of_is_found(world):
-    (world.slurm / "breaks").touch()  # the shell dies with sbatch
+    (world.slurm / "breaks").touch()  # the program dies with sbatch
     world.events = [(world.slurm / "breaks").unlink, _nothing, world.ready]
     assert world.client().run().job == "101"
 
 
-def test_a_claim_is_whole_or_not_there(world):
+def test_a_claim_is_whole_or_does_not_exist(world):
     """So that the script of an allocation, which claims by a rename, does not replace one."""
     first, second = world.client("first").allocations, world.client("second").allocations
     assert claim(first, 1, "first")
@@ -167,63 +162,51 @@ def test_a_claim_is_whole_or_not_there(world):
     assert sorted(os.listdir(world.life())) == ["claimed", "logs", "users"]
     assert os.listdir(world.life() / "users") == ["first"]
     assert world.life().stat().st_mode & 0o777 == 0o700
-    assert world.lives() == ["1"], "nothing is left of the second one's"
-    made = world.life().parent / "made"
-    made.mkdir()
-    done = subprocess.run(["mv", "-T", str(made), str(world.life())], capture_output=True)
-    assert done.returncode != 0
+    assert world.lives() == ["1"], "the second one removes its own"
 
 
-def test_who_stops_it_tells_its_head(world):
-    """Slurm's controller may be away."""
-    allocations = world.client().allocations
-    assert claim(allocations, 1, "me")
-    allocations.cancel(SlurmAllocation(1), "it was ended by `nemo-run-ray down`")
-    for name in ("over", "stop"):
-        assert (world.life() / name).read_text() == "it was ended by `nemo-run-ray down`\n"
-
-
-def test_a_job_that_waits_while_the_controller_is_away_is_ended_by_a_second_stop(world):
-    """It has no head that could read the order; should it start, it ends."""
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_stop_while_the_controller_is_away(world, is_running):
+    """A head reads the order. A job that waits has none, and ends when it starts."""
     allocations = world.submitted()
+    if is_running:
+        world.ready()
     (world.slurm / "away").touch()
-    with pytest.raises(ClusterError, match=r"no answer\. A job that waits in its queue"):
-        allocations.cancel(allocations.look(), "it was ended")
-    assert os.listdir(world.life()).count("stop") == 1
+    if is_running:
+        assert stop(allocations)
+    else:
+        with pytest.raises(ClusterError, match=r"no answer\. A job that waits in its queue"):
+            stop(allocations)
+    assert allocations.look().stop == "it was ended"
     assert not allocations.look().why_over, "a second stop finds it"
     (world.slurm / "away").unlink()
-    allocations.cancel(allocations.look(), "it was ended")
+    assert stop(allocations)
     assert world.cancelled() == ["101"]
-    assert allocations.look().why_over == "it was ended"
+    assert allocations.look().over == "it was ended"
 
 
-def test_a_job_that_runs_while_the_controller_is_away_is_ended_by_its_head(world):
+@pytest.mark.parametrize(
+    ("command", "script", "words"),
+    [
+        ("squeue", "exec sleep 60", "Slurm gives no answer"),
+        ("scancel", "exec sleep 60", "Slurm gives no answer"),
+        ("scancel", "echo Socket timed out on send/recv >&2; exit 1", "Socket timed out"),
+    ],
+)
+def test_a_stop_that_slurm_does_not_do_can_be_repeated(world, command, script, words, monkeypatch):
+    name = "nemo_run_ray.clusters.slurm.on_login"
+    program = allocations_module._MODULES[name].replace("ANSWER_S = 15.0", "ANSWER_S = 0.2")
+    monkeypatch.setitem(allocations_module._MODULES, name, program)
     allocations = world.submitted()
-    world.ready()
-    (world.slurm / "away").touch()
-    for _ in range(2):
-        allocations.cancel(allocations.look(), "it was ended")
-    assert allocations.look().stopped == "it was ended"
-    assert not allocations.look().why_over, (
-        "so that another stop finds a job that Slurm starts again"
-    )
-
-
-def test_a_stop_that_slurm_does_not_do_is_told_and_can_be_done_again(world):
-    allocations = world.submitted()
-    scancel = world.slurm.parent / "bin" / "scancel"
-    text = scancel.read_text()
-    scancel.write_text("#!/bin/sh\necho Socket timed out on send/recv operation >&2; exit 1\n")
-    with pytest.raises(ClusterError, match="Socket timed out"):
-        allocations.cancel(allocations.look(), "it was ended")
-    scancel.write_text(text)
+    (world.slurm.parent / "bin" / command).write_text(f"#!/bin/sh\n{script}\n")
+    with pytest.raises(ClusterError, match=words):
+        stop(allocations)
+    assert allocations.look().stop == "it was ended"
     assert not allocations.look().why_over
-    allocations.cancel(allocations.look(), "it was ended")
-    assert world.cancelled() == ["101"]
 
 
 @pytest.mark.parametrize("name", ["over", "stop"])
-def test_who_submits_a_life_that_was_ended_meanwhile_cancels_its_job(world, name):
+def test_who_submits_an_allocation_that_was_ended_meanwhile_cancels_its_job(world, name):
     allocations = world.client().allocations
     assert claim(allocations, 1, "me")
     (world.life() / name).write_text("it was ended\n")
@@ -231,76 +214,65 @@ def test_who_submits_a_life_that_was_ended_meanwhile_cancels_its_job(world, name
     assert world.cancelled() == ["101"]
 
 
-@pytest.mark.parametrize("folder", ["/home/me/another", "/home/me/ray/lives/11", "", "/x y"])
-def test_a_job_of_another_folder_is_left_alone(world, folder):
-    """Its number is that of a job that has ended long since, or on another Slurm."""
+@pytest.mark.parametrize(
+    ("row", "cancelled"),
+    [
+        ("101|/home/me/another", []),
+        ("101|/home/me/ray/lives/11", []),
+        ("101|", []),
+        ("100|/mnt/of/a/node/ray/lives/1", []),
+        ("101|/mnt/of/a/node/ray/lives/1", ["101"]),  # a node has submitted it
+    ],
+)
+def test_the_job_of_an_allocation_is_known_by_its_folder(world, row, cancelled):
+    """Slurm gives a number again, and hosts may have different paths for one folder."""
     allocations = world.submitted()
-    (world.slurm / "queue").write_text(f"101|RUNNING|None|N/A|{folder}\n")
-    allocations.cancel(allocations.look(), "it was ended")
-    assert world.cancelled() == []
+    number, _, folder = row.partition("|")
+    (world.slurm / "queue").write_text(f"{number}|RUNNING|None|N/A|{folder}\n")
+    stop(allocations)
+    assert world.cancelled() == cancelled
     assert (world.life() / "over").exists()
 
 
-def test_hosts_may_have_different_paths_for_one_folder(world):
-    """A node has submitted its job; a job of another number is not it, whatever its folder."""
-    allocations = world.submitted()
-    rows = (f"{number}|PENDING|None|N/A|/mnt/of/a/node/ray/lives/1\n" for number in (100, 101))
-    (world.slurm / "queue").write_text("".join(rows))
-    allocations.cancel(allocations.look(), "it was ended")
-    assert world.cancelled() == ["101"]
-
-
-@pytest.mark.parametrize("command", ["squeue", "scancel"])
-def test_a_slow_controller_is_no_answer(world, command, monkeypatch):
-    program = allocations_module._PROGRAM.replace("ANSWER_S = 15.0", "ANSWER_S = 0.2")
-    monkeypatch.setattr(allocations_module, "_PROGRAM", program)
-    allocations = world.submitted()
-    path = world.slurm.parent / "bin" / command
-    path.write_text("#!/bin/sh\nexec sleep 60\n")
-    with pytest.raises(ClusterError, match="Slurm gives no answer"):
-        allocations.cancel(allocations.look(), "it was ended")
-    assert allocations.look().stopped == "it was ended"
-    assert not allocations.look().why_over
-
-
-def test_nobody_uses_a_life_that_was_told_to_end(world):
+def test_nobody_uses_an_allocation_that_was_told_to_end(world):
     """Its job may wait in the queue for long, or its head may not have ended it yet."""
-    first = world.client("first")
     world.events = [world.ready, _nothing, lambda: world.ready(2)]
-    assert first.run().number == 1
+    assert world.client("first").run().number == 1
     (world.life() / "stop").write_text("it was ended\n")
     assert world.client("second").run().number == 2
     assert world.cancelled() == ["101"], "which Slurm may not have heard yet"
 
 
-def test_a_job_that_slurm_is_to_start_again_is_waited_for_and_can_be_stopped(world):
-    """Its last start has written its end, by the signal that Slurm has sent."""
+@pytest.mark.parametrize("has_end", [True, False])
+def test_a_job_that_slurm_starts_again_is_waited_for_and_can_be_stopped(world, has_end):
+    """Its last start may have written its end, by the signal that Slurm has sent."""
     world.events = [world.ready]
     allocations = world.client().allocations
     world.client("first").run()
-    world.end(1, "the job was cancelled")
+    if has_end:
+        world.end(1, "the job was cancelled")
     world.state("101", "PENDING")
     world.events = [_nothing, lambda: world.ready(1, restart=1)]
-    assert world.client("second").run().number == 1
+    assert world.client("second").run().run.endswith("101.1")
     world.state("101", "PENDING")
     (world.life() / "run" / "101.1" / "end.json").write_text('{"code": 143, "why": "cancelled"}')
-    assert allocations.cancel(allocations.look(), "it was ended")
+    assert stop(allocations)
     assert world.cancelled() == ["101"]
     assert allocations.look().over == "it was ended"
 
 
-def test_what_has_ended_is_left_as_it_is(world):
+def test_an_allocation_that_has_ended_is_left_as_it_is(world):
     world.events = [world.ready]
     client = world.client()
     client.run()
     world.end(1, "its walltime is over")
     world.forget()
-    assert not client.allocations.cancel(client.allocations.look(), "it was ended")
-    life = client.allocations.look()
-    assert (life.over, life.stopped, life.why_over) == ("", "", "its walltime is over")
+    assert not stop(client.allocations)
+    ended = client.allocations.look()
+    assert (ended.over, ended.stop, ended.why_over) == ("", "", "its walltime is over")
 
 
-def test_a_requeued_life_goes_on_without_users(world):
+def test_a_requeued_allocation_continues_without_users(world):
     """Chains that were handed over to it are no users."""
     client = world.client()
     world.events = [world.ready]
@@ -308,8 +280,8 @@ def test_a_requeued_life_goes_on_without_users(world):
     (world.life() / "run" / "101.1").mkdir()
     leave(client.allocations, "me")
     assert world.cancelled() == []
-    assert os.listdir(world.life()).count("released") == 1
-    assert not client.allocations.look().stopped
+    assert (world.life() / "released").exists()
+    assert not client.allocations.look().stop
 
 
 def test_the_last_user_leaves_while_the_controller_is_away(world):
@@ -317,15 +289,11 @@ def test_the_last_user_leaves_while_the_controller_is_away(world):
     allocations = world.submitted()
     (world.slurm / "away").touch()
     leave(allocations, "me")
-    assert "before it was ready" in allocations.look().stopped
+    assert "before it was ready" in allocations.look().stop
     assert not allocations.look().over, "a stop finds the job, once Slurm answers"
-    (world.slurm / "away").unlink()
-    assert allocations.cancel(allocations.look(), "it was ended")
-    assert world.cancelled() == ["101"]
 
 
 def test_two_names_of_a_folder_are_one(world, tmp_path):
-    """Slurm tells the path that it was given."""
     (tmp_path / "link").symlink_to(world.jobs)
     world.events = [_nothing, world.ready]
     first = world.client(folder=tmp_path / "link").run()
@@ -360,9 +328,7 @@ def test_it_is_kept_only_once_it_is_ready(world):
     assert (world.life(2) / "keep").exists()
 
 
-def test_every_client_that_waited_is_told_of_a_failure(world):
-    """And none of them submits the same again."""
-    world.events = [_nothing]
+def test_every_client_that_waited_hears_of_a_failure_and_does_not_submit_again(world):
     first, second = world.client("first"), world.client("second")
 
     def fail() -> None:
@@ -379,18 +345,6 @@ def test_every_client_that_waited_is_told_of_a_failure(world):
     assert world.lives() == ["1"]
 
 
-def test_a_job_that_slurm_starts_again_is_waited_for(world):
-    """Its last start was ready; its nodes are gone."""
-    world.events = [_nothing, world.ready]
-    world.client().run()
-    world.state("101", "PENDING")
-    # What Slurm says at the first look is as old as that.
-    world.events = [_nothing, _nothing, lambda: world.ready(restart=1)]
-    life = world.client("second").run()
-    assert life.run.endswith("101.1")
-    assert world.events == []
-
-
 @pytest.mark.parametrize("words", ["Unable to contact slurm controller", "Socket timed out"])
 def test_a_controller_that_is_away_is_asked_again(world, words):
     (world.slurm / "refuse").write_text(f"sbatch: error: {words}\n")
@@ -398,81 +352,18 @@ def test_a_controller_that_is_away_is_asked_again(world, words):
     assert world.client().run().number == 2
 
 
-def test_what_slurm_refuses(world):
+def test_failures_of_slurm_say_what_it_said(world):
     (world.slurm / "refuse").write_text("sbatch: error: invalid partition specified: nix\n")
     world.events = [_nothing]
     with pytest.raises(ClusterError, match=r"does not take the job .*invalid partition"):
         world.client().run()
-
-
-def test_a_job_that_vanished(world):
+    (world.slurm / "refuse").unlink()
     world.events = [_nothing, world.forget, _nothing, _nothing]
     with pytest.raises(ClusterError, match="has no job 101 any more"):
         world.client().run()
-
-
-def test_the_wait_in_the_queue_has_an_end(world):
     world.events = [_nothing] * 20
     with pytest.raises(ClusterError, match="has not started within queue_timeout_s=10"):
         world.client(queue_timeout_s=10).run()
-
-
-@pytest.mark.parametrize("folder", ["/shared/my jobs", "/shared/%j", "/shared/$HOME", "/s/é"])
-def test_folders_that_scripts_do_not_take(folder):
-    executor = run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir=folder))
-    with pytest.raises(ConfigError, match="since the scripts of Slurm"):
-        SlurmCluster(executor=executor)
-
-
-def test_a_login_prints_what_it_likes(tmp_path, monkeypatch):
-    """The start file of a shell; and no command reads the script."""
-    monkeypatch.setenv("ENV", str(tmp_path / "profile"))
-    login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
-    assert login.run("cat; echo 'it''s'; echo \"$(printf 'a\\tb')\"") == "its\na\tb\n"
-    login.put(b"text with 'quotes'\nand lines\n", str(tmp_path / "file"))
-    assert (tmp_path / "file").read_text() == "text with 'quotes'\nand lines\n"
-    (tmp_path / "bytes").write_bytes(bytes(range(256)) * 1000)
-    login.get(str(tmp_path / "bytes"), tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 1000
-    with pytest.raises(ClusterError, match="No such file"):
-        login.get(str(tmp_path / "none"), tmp_path / "other")
-    with pytest.raises(ClusterError, match="nowhere"):
-        login.put(b"text", str(tmp_path / "nowhere" / "file"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "copy", "file"]
-
-
-def test_a_command_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(login_module, "_COMMAND_S", 0.5)
-    login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
-    with pytest.raises(Unanswered, match=r"gave no answer within 0\.5 s"):
-        login.run(f"echo $$ > {tmp_path}/pid; exec sleep 600")
-    pid = int((tmp_path / "pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-_AT_EXIT = """
-import atexit, sys, nemo_run as run
-from nemo_run_ray.clusters.slurm.login import Login
-login = Login(run.LocalTunnel(job_dir="/"))
-atexit.register(lambda: login.run(f"echo left > {sys.argv[1]}"))
-"""
-
-
-def test_a_program_leaves_while_python_ends(tmp_path):
-    """When no thread can be started any more."""
-    done = subprocess.run(
-        [sys.executable, "-c", _AT_EXIT, str(tmp_path / "out")], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "out").read_text() == "left\n"
-
-
-def test_two_sidecars_of_one_name():
-    executor = run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir="/shared"))
-    twice = [Sidecar("cache", "one"), Sidecar("cache", "two")]
-    with pytest.raises(ConfigError, match=r"sidecars with the names \['cache', 'cache'\]"):
-        SlurmCluster(executor=executor, sidecars=twice)
 
 
 def test_slurm_is_asked_by_all_clients_together_and_after_a_change_anew(world, monkeypatch):

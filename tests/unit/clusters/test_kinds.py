@@ -12,6 +12,7 @@ from nemo_run_ray.clusters import (
     Cluster,
     ExistingCluster,
     LocalCluster,
+    Sidecar,
     SlurmCluster,
     from_record,
 )
@@ -71,3 +72,33 @@ def test_looking_changes_nothing(cluster, tmp_path):
 
 def test_an_executor_keeps_its_cluster_in_a_clone(cluster):
     assert RayExecutor(cluster=cluster).clone().cluster.record() == cluster.record()
+
+
+_SIDECARS = [Sidecar("cache", "one"), Sidecar("cache", "two")]
+
+
+@pytest.mark.parametrize(
+    ("folder", "fields", "words"),
+    [
+        *[(one, {}, "since the scripts of Slurm") for one in ("/a b", "/%j", "/$HOME", "/é", "a")],
+        ("/shared", {"sidecars": _SIDECARS}, r"names \['cache', 'cache'\]"),
+    ],
+)
+def test_what_a_cluster_on_slurm_refuses(folder, fields, words):
+    executor = run.SlurmExecutor(account="a", tunnel=run.LocalTunnel(job_dir=folder))
+    with pytest.raises(ConfigError, match=words):
+        SlurmCluster(executor=executor, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *[{"num_cpus": value} for value in (0, -1, True, "4", 1.5)],
+        *[{"num_gpus": -1}, {"keep": "yes"}, {"keep": None}],
+        *[{"idle_timeout_s": value} for value in (0, "600")],
+    ],
+)
+def test_what_an_embedded_cluster_refuses(fields):
+    (name,) = fields
+    with pytest.raises(ConfigError, match=name):
+        LocalCluster(**fields)

@@ -1,10 +1,11 @@
-"""Which host keys are accepted, by a real SSH server."""
+"""Commands on a login node, and which host keys are accepted, by a real SSH server."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import pytest
 from nemo_run.run.ray.slurm import SlurmRayCluster
 
 from nemo_run_ray import patches
+from nemo_run_ray.clusters.slurm import login as login_module
 from nemo_run_ray.clusters.slurm.login import Login
-from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.errors import ClusterError, Unanswered
 from tests.slurm.sshd import Sshd, running
 
 
@@ -153,3 +155,47 @@ def test_a_password_is_asked_for_on_the_connection_that_was_checked(sshd, monkey
     with pytest.raises(ClusterError, match="Nobody could log in"):
         Login(tunnel).run("echo here")
     assert not list(handed)
+
+
+def test_a_login_prints_what_it_likes(tmp_path, monkeypatch):
+    """The start file of a shell; and no command reads the script."""
+    monkeypatch.setenv("ENV", str(tmp_path / "profile"))
+    login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
+    assert login.run("cat; echo 'it''s'; echo \"$(printf 'a\\tb')\"") == "its\na\tb\n"
+    login.put(b"text with 'quotes'\nand lines\n", str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "text with 'quotes'\nand lines\n"
+    (tmp_path / "bytes").write_bytes(bytes(range(256)) * 1000)
+    login.get(str(tmp_path / "bytes"), tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 1000
+    with pytest.raises(ClusterError, match="No such file"):
+        login.get(str(tmp_path / "none"), tmp_path / "other")
+    with pytest.raises(ClusterError, match="nowhere"):
+        login.put(b"text", str(tmp_path / "nowhere" / "file"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "copy", "file"]
+
+
+def test_a_command_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(login_module, "_COMMAND_S", 0.5)
+    login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
+    with pytest.raises(Unanswered, match=r"gave no answer within 0\.5 s"):
+        login.run(f"echo $$ > {tmp_path}/pid; exec sleep 600")
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+_AT_EXIT = """
+import atexit, sys, nemo_run as run
+from nemo_run_ray.clusters.slurm.login import Login
+login = Login(run.LocalTunnel(job_dir="/"))
+atexit.register(lambda: login.run(f"echo left > {sys.argv[1]}"))
+"""
+
+
+def test_a_program_leaves_while_python_ends(tmp_path):
+    """When no thread can be started any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", _AT_EXIT, str(tmp_path / "out")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").read_text() == "left\n"
