@@ -69,7 +69,7 @@ class Dashboard:
             where Ray itself looks for a token.
         why_dead: says in sentences why it can never answer again; empty while it may. The
             process that started Ray knows when it has ended, and no client need wait for it.
-        earlier: jobs of allocations before this Ray, which continue in it; ``None`` without any.
+        earlier: jobs of allocations before this Ray, which continue in it.
     """
 
     url: str
@@ -77,7 +77,7 @@ class Dashboard:
     verify: bool | str = True
     credentials_step: str = field(default="", compare=False)
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
-    earlier: ClusterArchive | None = field(default=None, repr=False, compare=False)
+    earlier: ClusterArchive = field(default=ClusterArchive(), repr=False, compare=False)
 
     @property
     def is_loopback(self) -> bool:

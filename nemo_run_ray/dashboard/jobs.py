@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -61,8 +60,7 @@ class JobsApi:
         self._table = Cached(self._rows, TABLE_AGE_S)
         self.state = StateApi(self._http)
         self._ends = LostEnds(self.state.log_end)
-        self._earlier = dashboard.earlier
-        self.logs = LogStream(self._http, self.job, self._left_log)
+        self.logs = LogStream(self._http, self.job, dashboard.earlier.log)
         self._orphans_sought_at = -math.inf
         self._woken_at = 0.0
 
@@ -124,7 +122,7 @@ class JobsApi:
         def ask() -> JobRow | None:
             response = self._http.get(_job_path(submission_id), may_be_absent=True)
             if response.status_code == 404:
-                return None if self._earlier is None else self._earlier.rows.get(submission_id)
+                return self.dashboard.earlier.rows.get(submission_id)
             row = self._http.read(response, job_row)
             if row is None:
                 raise self._http.not_ray(response)
@@ -229,13 +227,7 @@ class JobsApi:
         # Few logs are asked for in one look: those of the jobs that ended last.
         rows.sort(key=lambda row: row.get("end_time") or 0, reverse=True)
         found = {str(row["submission_id"]): self._ends.restored(row) for row in rows}
-        return found if self._earlier is None else {**self._earlier.rows, **found}
-
-    def _left_log(self, submission_id: str) -> Path | None:
-        """The log of a job from before this Ray; ``None`` of every other."""
-        if self._earlier is None or submission_id not in self._earlier.rows:
-            return None
-        return self._earlier.log(submission_id)
+        return {**self.dashboard.earlier.rows, **found}
 
 
 def _job_path(submission_id: str) -> str:

@@ -427,7 +427,7 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
 
 def _has_gone_on(record: JobRecord, api: JobsApi) -> bool:
     """Whether a job's dispatch continues in the Ray that is up, in a later allocation."""
-    if api.dashboard.earlier is None or not record.dispatcher:
+    if not api.dashboard.earlier.rows or not record.dispatcher:
         return False
     dispatcher = find_record(record.dispatcher)
     row = api.job(dispatcher.submission_id)

@@ -319,7 +319,7 @@ def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     monitored = allocations.life()
     cluster_script = cluster._script(str(monitored))
     assert late.ask("claim", number=2, user="next")
-    late.ask("give_up", number=2, why="a test needs no second one")
+    late.ask("note", number=2, name="over", text="a test needs no second one")
     late.ask("submit", number=1, script=cluster_script)
     wait_for(lambda: not allocations.jobs(), 60)
     (log,) = monitored.glob("logs/sbatch_*.out")

@@ -74,7 +74,6 @@ class SlurmAllocation:
 
     Attributes:
         number: counts the allocations from 1.
-        folder: real path of its folder, without symbolic links.
         claimed: the user who may submit its job.
         is_sent: whether that was begun.
         renewed: whether it continues the dispatches of the allocation before.
@@ -87,13 +86,11 @@ class SlurmAllocation:
         end: how the run was over.
         token: Ray's.
         ended_s: seconds since its end, by the clocks of two hosts.
-        jobless_s: while nobody has heard of a job of it, the same since it was claimed.
         has_queue: whether Slurm has said anything since the folder was changed.
         queued: its job, as Slurm has it; ``None`` when Slurm has none or gave no answer.
     """
 
     number: int
-    folder: str = ""
     claimed: str = ""
     is_sent: bool = False
     renewed: bool = False
@@ -106,7 +103,6 @@ class SlurmAllocation:
     end: RunEnd | None = None
     token: str = field(default="", repr=False)
     ended_s: float = 0.0
-    jobless_s: float = 0.0
     has_queue: bool = False
     queued: QueuedJob | None = None
 
@@ -140,9 +136,8 @@ class SlurmAllocation:
 
     @property
     def will_start(self) -> bool:
-        """Whether it may still come up; a script that claimed it may have died before."""
-        is_left = self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _ASKING_S
-        return not (self.head or self.stop or self.why_over or self.is_lost or is_left)
+        """Whether it may still come up."""
+        return not (self.head or self.stop or self.why_over or self.is_lost)
 
 
 @dataclass(frozen=True)
@@ -329,14 +324,14 @@ class Allocations:
         log = partial(self._log, history)
         return ClusterArchive(away or _why_gone(newest, history), rows, log, bool(away))
 
-    def earlier(self, allocation: SlurmAllocation) -> ClusterArchive | None:
-        """The jobs before the run that is up; ``None`` if it continues no dispatches.
+    def earlier(self, allocation: SlurmAllocation) -> ClusterArchive:
+        """The jobs before the run that is up, of the dispatches that it continues.
 
         Raises:
             ClusterError: the host cannot be asked.
         """
         if not allocation.renewed and allocation.run.endswith(".0"):
-            return None
+            return ClusterArchive()
         history = self._history(number=allocation.number)
         runs = [run for run in history.runs if not run.folder.endswith(allocation.run)]
         history = replace(history, runs=runs)

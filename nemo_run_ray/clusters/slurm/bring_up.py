@@ -118,7 +118,7 @@ class BringUp:
             self._wait(allocation)
         else:
             if self.keep:
-                self.allocations.ask("keep", number=allocation.number)
+                self.allocations.ask("note", number=allocation.number, name="keep")
             return allocation
         return None
 
@@ -159,12 +159,7 @@ class BringUp:
         """Give up an allocation that Slurm has no job of, and return why; empty otherwise."""
         if self._jobless_since[0] != allocation.number:
             self._jobless_since = allocation.number, self.clock()
-        if not allocation.has_queue:
-            return ""
-        if allocation.queued is not None:
-            if not allocation.job:
-                job = allocation.queued.number
-                self.allocations.ask("note_job", number=allocation.number, job=job)
+        if not allocation.has_queue or allocation.queued is not None:
             return ""
         if allocation.job:
             job = allocation.job
@@ -175,7 +170,7 @@ class BringUp:
             why = "its client ended before Slurm had the job"
         else:
             return ""
-        self.allocations.ask("give_up", number=allocation.number, why=why)
+        self.allocations.ask("note", number=allocation.number, name="over", text=why)
         return why
 
     def _starts_again(self, allocation: SlurmAllocation) -> bool:

