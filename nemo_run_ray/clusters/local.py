@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -170,35 +171,32 @@ class LocalCluster(Cluster):
             check(f"LocalCluster.{name}", getattr(self, name))
 
     def connect(self) -> Dashboard:
-        with self._folder.locked():
-            state = self._folder.read()
+        with self._locked():
+            state = self._read()
             if state is None:
-                self._folder.remove_dead()
+                self._remove_dead()
                 return self._dashboard(self._start())
             if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
                 CONSOLE.log(
                     f"The embedded Ray is up with num_cpus, num_gpus = {state.size}, not with "
                     f"{[self.num_cpus, self.num_gpus]}. To change that: nemo-run-ray down"
                 )
-            self._folder.join(state, self.keep)
+            self._join(state, self.keep)
         return self._dashboard(state)
 
     def find(self) -> Dashboard | None:
-        state = self._folder.read()
+        state = self._read()
         return None if state is None else self._dashboard(state)
 
-    def archive(self, session: str = "") -> ClusterArchive | None:
-        return self._folder.archive(session)
-
     def record(self) -> dict[str, Any]:
-        return {"kind": self.kind, "state_dir": str(self._folder.path)}
+        return {"kind": self.kind, "state_dir": str(self._path)}
 
     def detach(self) -> None:
-        with self._folder.locked():
-            state = self._folder.read()
+        with self._locked():
+            state = self._read()
             if state is not None and not state.keep and not state.detached:
                 state.detached = True
-                self._folder.write(state)
+                self._write(state)
                 CONSOLE.log(
                     "The embedded Ray stays up for it, and stops when it has been idle for a while."
                 )
@@ -210,33 +208,42 @@ class LocalCluster(Cluster):
             ClusterError: it does not run.
         """
         deadline = time.monotonic() + _CURRENT_S
-        while (state := self._folder.read()) is not None and time.monotonic() < deadline:
+        while (state := self._read()) is not None and time.monotonic() < deadline:
             # `ray start` writes it last of all, a moment after a node can run jobs.
             with contextlib.suppress(FileNotFoundError):
                 address = Path(state.root, RAY_FOLDER, _CURRENT).read_text(encoding="utf-8")
-                return {"RAY_ADDRESS": address.strip(), **self._folder.credentials()}
+                return {"RAY_ADDRESS": address.strip(), **self._credentials()}
             time.sleep(0.1)
         raise ClusterError("The embedded Ray has ended, or hangs. Run the program again.")
 
     def stop(self) -> None:
         """Stop it now, with all that runs on it, if there is one."""
-        with self._folder.locked():
-            self._folder.remove_dead()
+        with self._locked():
+            self._remove_dead()
 
     def stop_unused(self) -> None:
         """Stop it, unless somebody uses it, keeps it or runs a job on it."""
-        self._folder.leave(os.getpid(), is_idle=True)
+        self._leave(os.getpid(), is_idle=True)
 
     @property
-    def _folder(self) -> StateFolder:
+    def _path(self) -> Path:
+        """The folder that all processes of the user meet in; Ray's run in another folder."""
         if self.state_dir is not None:
-            return StateFolder(Path(self.state_dir))
+            return Path(self.state_dir).absolute()
         environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
-        return StateFolder(Path(get_nemorun_home()) / "ray_local" / environment)
+        return Path(get_nemorun_home(), "ray_local", environment).absolute()
+
+    @property
+    def _log(self) -> Path:
+        return self._path / "ray.log"
+
+    @property
+    def _token(self) -> Path:
+        return self._path / "token"
 
     def _dashboard(self, state: LocalState) -> Dashboard:
-        headers = {"Authorization": f"Bearer {self._folder.token()}"}
-        why_dead = partial(self._folder.why_dead, state)
+        headers = {"Authorization": f"Bearer {self._token.read_text()}"}
+        why_dead = partial(self._why_dead, state)
         return Dashboard(state.url, headers, why_dead=why_dead)
 
     def _start(self) -> LocalState:
@@ -253,7 +260,7 @@ class LocalCluster(Cluster):
         return self._start_once()
 
     def _start_once(self) -> LocalState:
-        folder, root, port = self._folder, _temp_root(), _free_port()
+        root, port = _temp_root(), _free_port()
         options = {
             "port": 0,
             "dashboard-agent-listen-port": 0,
@@ -273,11 +280,11 @@ class LocalCluster(Cluster):
         state = LocalState(pid=0, born="", url=url, root=root, size=size)
         try:
             # This is written first: if this client dies here, the next one finds what to remove.
-            folder.write(state)
-            with folder.usable(), open(folder.log, "wb") as output:
+            self._write(state)
+            with self._usable(), open(self._log, "wb") as output:
                 process = subprocess.Popen(
                     command,
-                    env=folder.environment(root),
+                    env=self._environment(root),
                     cwd=root,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -286,23 +293,23 @@ class LocalCluster(Cluster):
                 )
             process.returncode = 0  # `stop` collects it
             state.pid, state.born = process.pid, process_identity(process.pid) or ""
-            folder.write(state)
+            self._write(state)
             self._await_node(state)
-            folder.join(state, self.keep)
+            self._join(state, self.keep)
             # This ends the Ray when it is idle, and ends with it, by its environment.
             package = str(Path(__file__).parents[1])
-            words = [sys.executable, "-I", "-S", "-c", _WATCH, package, str(folder.path), root]
+            words = [sys.executable, "-I", "-S", "-c", _WATCH, package, str(self._path), root]
             _detached(
                 'exec "$@"', *words, str(self.idle_timeout_s), env={**os.environ, EMBEDDED: root}
             )
         except BaseException:
-            folder.stop(state)
+            self._stop(state)
             raise
         return state
 
     def _await_node(self, state: LocalState) -> None:
         """Wait for a node: the dashboard may answer for long before one can run a job."""
-        ray_log = self._folder.log
+        ray_log = self._log
         deadline = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < deadline:
             if not state.is_alive:
@@ -313,7 +320,7 @@ class LocalCluster(Cluster):
                     f"{end_of_log(ray_log)}"
                 )
             try:
-                with self._folder.client(state) as dashboard:
+                with self._client(state) as dashboard:
                     if dashboard.alive_nodes():
                         list(dashboard.table())
                         return
@@ -327,32 +334,25 @@ class LocalCluster(Cluster):
             f"{end_of_log(ray_log)}"
         )
 
-
-class StateFolder:
-    """The folder that all processes of the user meet in."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path = path.absolute()  # Ray's processes run in another folder
-        self.log = path / "ray.log"
-        self._state = path / "state.json"
-        self._token = path / "token"
-
     @contextlib.contextmanager
-    def usable(self) -> Iterator[None]:
-        """Raise a ConfigError for a full disk, or another user's file."""
+    def _usable(self) -> Iterator[None]:
+        """Raise a ConfigError for a full disk, or another user's file or folder."""
         try:
+            why = why_untrusted(str(self._path))
+            if why:
+                raise PermissionError(errno.EPERM, why)
             yield
         except TimeoutError:  # of a lock
             raise
         except OSError as error:
             raise ConfigError(
-                f"The embedded Ray cannot use its folder {self.path}: {error.strerror}. Set "
+                f"The embedded Ray cannot use its folder {self._path}: {error.strerror}. Set "
                 "NEMORUN_HOME (or LocalCluster.state_dir, where you gave it) to a folder that you "
                 "may write to."
             ) from error
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold the folder alone, among all processes.
 
         Raises:
@@ -361,11 +361,10 @@ class StateFolder:
         """
         from filelock import FileLock, Timeout
 
-        lock = FileLock(self.path / "lock", timeout=_LOCK_LIMIT_S)
+        lock = FileLock(self._path / "lock", timeout=_LOCK_LIMIT_S)
         try:
-            with self.usable():
-                self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self._require_trusted()
+            with self._usable():
+                self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
                 try:
                     lock.acquire(timeout=_SILENT_S)
                 except Timeout:
@@ -376,55 +375,43 @@ class StateFolder:
         except Timeout as error:
             raise ClusterError(
                 f"Another process has been starting or stopping the embedded Ray for "
-                f"{_LOCK_LIMIT_S:.0f} s (lock {self.path / 'lock'}); end it or wait for it."
+                f"{_LOCK_LIMIT_S:.0f} s (lock {self._path / 'lock'}); end it or wait for it."
             ) from error
         try:
             yield
         finally:
             lock.release()
 
-    def read(self) -> LocalState | None:
+    def _read(self) -> LocalState | None:
         """The state of a cluster that lives, else ``None``."""
         state = self._read_any()
         return state if state is not None and state.is_alive else None
 
-    def remove_dead(self) -> None:
+    def _remove_dead(self) -> None:
         """Stop the cluster, or remove what one has left that died. The lock is held."""
         state = self._read_any()
         if state is not None:
-            self.stop(state)
-
-    def _require_trusted(self) -> None:
-        why = why_untrusted(str(self.path))
-        if why:
-            raise ConfigError(
-                f"The embedded Ray cannot use its folder {self.path}. {why}. NEMORUN_HOME (or "
-                "LocalCluster.state_dir, where you gave it) says where it is."
-            )
+            self._stop(state)
 
     def _read_any(self) -> LocalState | None:
-        self._require_trusted()
         # Without a file, or with another program's, no process has joined one.
         nothing = contextlib.suppress(FileNotFoundError, ValueError, TypeError)
-        with self.usable(), nothing:
-            return LocalState(**json.loads(self._state.read_text(encoding="utf-8")))
+        with self._usable(), nothing:
+            return LocalState(**json.loads((self._path / "state.json").read_text(encoding="utf-8")))
         return None
 
-    def write(self, state: LocalState) -> None:
-        with self.usable():
-            write_file(self._state, json.dumps(vars(state)))
+    def _write(self, state: LocalState) -> None:
+        with self._usable():
+            write_file((self._path / "state.json"), json.dumps(vars(state)))
 
-    def token(self) -> str:
-        return self._token.read_text(encoding="utf-8").strip()
+    def _client(self, state: LocalState) -> contextlib.closing[DashboardClient]:
+        return contextlib.closing(DashboardClient(state.url, self._token.read_text, _ANSWER_S))
 
-    def client(self, state: LocalState) -> contextlib.closing[DashboardClient]:
-        return contextlib.closing(DashboardClient(state.url, self.token, _ANSWER_S))
-
-    def credentials(self) -> dict[str, str]:
+    def _credentials(self) -> dict[str, str]:
         """The variables by which Ray, and its programs, have the token."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)}
 
-    def environment(self, root: str) -> dict[str, str]:
+    def _environment(self, root: str) -> dict[str, str]:
         """The environment of the embedded Ray; writes a new token."""
         self._token.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -432,7 +419,7 @@ class StateFolder:
             file.write(secrets.token_hex(32))
         env = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
         return env | {
-            **self.credentials(),
+            **self._credentials(),
             "RAY_USAGE_STATS_ENABLED": "0",
             _TRIES: os.environ.get(_TRIES, "1"),
             "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
@@ -440,18 +427,18 @@ class StateFolder:
             EMBEDDED: root,
         }
 
-    def why_dead(self, state: LocalState) -> str:
+    def _why_dead(self, state: LocalState) -> str:
         """Explain why a cluster cannot answer any more; empty while its processes live."""
         if state.is_alive:
             return ""
         last = self._read_any()
         if last is None or last.pid != state.pid:
             return f"The embedded Ray at {state.url} has been stopped."
-        return ClusterArchive(_died(state, self.log)).sentence
+        return ClusterArchive(_died(state, self._log)).sentence
 
-    def archive(self, session: str) -> ClusterArchive | None:
+    def archive(self, session: str = "") -> ClusterArchive | None:
         """The archive of a session; an empty name is the last one, unless it was stopped."""
-        folder = self.path / "archive" / session
+        folder = self._path / "archive" / session
         with contextlib.suppress(OSError):
             reason = (folder / "reason").read_text(encoding="utf-8")
             rows = folder / "jobs.json"
@@ -463,19 +450,19 @@ class StateFolder:
         ray = Path(last.root, RAY_FOLDER, session)
         if session and not ray.exists():
             return None
-        return ClusterArchive(_died(last, self.log), log=_logs_in(ray / "logs"))
+        return ClusterArchive(_died(last, self._log), log=_logs_in(ray / "logs"))
 
-    def join(self, state: LocalState, keep: bool) -> None:
+    def _join(self, state: LocalState, keep: bool) -> None:
         """Note that this process uses the cluster, until its end."""
         me = [os.getpid(), process_identity(os.getpid()) or ""]
         if me not in state.users:
-            atexit.register(self.leave, os.getpid())
+            atexit.register(self._leave, os.getpid())
         if me not in state.users or (keep and not state.keep):
             state.users = [user for user in state.users if is_running(*user) and user != me] + [me]
             state.keep = state.keep or keep
-            self.write(state)
+            self._write(state)
 
-    def stop(self, state: LocalState, jobs: list[Any] | None = None) -> None:
+    def _stop(self, state: LocalState, jobs: list[Any] | None = None) -> None:
         """End the cluster's processes and archive its logs. The lock is held.
 
         Args:
@@ -507,14 +494,14 @@ class StateFolder:
         else:
             log.warning("%s is not removed: it is no folder of an embedded Ray.", state.root)
         self._token.unlink(missing_ok=True)
-        self._state.unlink(missing_ok=True)
+        (self._path / "state.json").unlink(missing_ok=True)
 
     def _archive(self, state: LocalState, has_died: bool, jobs: list[Any] | None) -> None:
         """Archive a cluster whose processes have ended, before its folder is removed.
 
         A warning names what cannot be kept (a full disk): the next start must not fail for it.
         """
-        archives = self.path / "archive"
+        archives = self._path / "archive"
         for session in Path(state.root).glob(f"{RAY_FOLDER}/session_*"):
             if session.is_symlink():
                 continue
@@ -523,10 +510,10 @@ class StateFolder:
             try:
                 (folder / "logs").mkdir(parents=True, exist_ok=True)
                 if has_died:
-                    for path in (*session.glob("logs/job-driver-*.log"), self.log):
+                    for path in (*session.glob("logs/job-driver-*.log"), self._log):
                         if path.exists():
                             copy_end(str(path), str(folder / "logs" / path.name), _LOG_BYTES)
-                    reason = _died(state, folder / "logs" / self.log.name)
+                    reason = _died(state, folder / "logs" / self._log.name)
                 if jobs is not None:
                     write_file(folder / "jobs.json", json.dumps(jobs))
                 write_file(folder / "reason", reason)
@@ -536,29 +523,29 @@ class StateFolder:
         for path in by_age[:-_ARCHIVES]:
             shutil.rmtree(path.parent, ignore_errors=True)
 
-    def leave(self, pid: int, is_idle: bool = False) -> None:
+    def _leave(self, pid: int, is_idle: bool = False) -> None:
         """Stop it if nobody else uses it; a detached run keeps it until it is idle."""
         if pid != os.getpid():
             return  # a forked child runs these exit handlers too
-        with self.locked():
-            state = self.read()
+        with self._locked():
+            state = self._read()
             if state is None:
                 return
             state.users = [user for user in state.users if user[0] != pid and is_running(*user)]
             if not (state.users or state.keep or (state.detached and not is_idle)):
                 try:
-                    with self.client(state) as dashboard:
+                    with self._client(state) as dashboard:
                         jobs = list(dashboard.table())
                 except Unanswered as error:
                     what = f"It is not known whether jobs run on the embedded Ray ({error})"
                 else:
                     busy = sum(is_active(row) for row in job_rows(jobs))
                     if not busy:
-                        self.stop(state, jobs)
+                        self._stop(state, jobs)
                         return
                     what = f"{busy} job(s) still run on the embedded Ray"
                 CONSOLE.log(f"{what}, which stays up. Stop it with: nemo-run-ray down")
-            self.write(state)
+            self._write(state)
 
 
 def _temp_root() -> str:

@@ -235,7 +235,7 @@ def test_every_attempt_gets_its_secrets_and_nobody_else(
     assert value not in json.dumps(api.table(fresh=True))
     assert value not in "".join(capfd.readouterr())
     assert files_with(value, home) == []
-    ray = Path(local_cluster._folder.read().root)
+    ray = Path(local_cluster._read().root)
     assert files_with(value, ray / "r" / "session_latest" / "logs") == []
     assert files_with(value, ray) == []
 

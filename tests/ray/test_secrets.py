@@ -31,7 +31,7 @@ def test_the_task_sees_it_and_nobody_else(existing, local_cluster, api, unique, 
     assert value not in shown
     assert value not in json.dumps(api.table(fresh=True))
     assert files_with(value, home) == []
-    ray = Path(local_cluster._folder.read().root)
+    ray = Path(local_cluster._read().root)
     assert files_with(value, ray / "r" / "session_latest" / "logs") == []
     assert files_with(value, ray) == []
 

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import from_record, local
-from nemo_run_ray.clusters.local import MARKER, LocalState, StateFolder
+from nemo_run_ray.clusters.local import MARKER, LocalState
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote import local_watch
 from nemo_run_ray.remote.local_watch import process_identity
@@ -24,7 +24,7 @@ from tests.conftest import wait_for
 
 @pytest.fixture
 def home(weird_tmp_path):
-    return StateFolder(weird_tmp_path)
+    return LocalCluster(state_dir=str(weird_tmp_path))
 
 
 def _shifted(process_identity: str, ticks: int) -> str:
@@ -50,30 +50,30 @@ def child():
 
 
 def test_a_dead_process(home, child):
-    home.write(_state(child.pid, process_identity(child.pid)))
-    assert home.read() is not None
+    home._write(_state(child.pid, process_identity(child.pid)))
+    assert home._read() is not None
     child.kill()
     child.wait()
-    assert home.read() is None
+    assert home._read() is None
 
 
 def test_a_pid_that_somebody_else_has_now(home):
-    home.write(_state(os.getpid(), _shifted(process_identity(os.getpid()), 1)))
-    assert home.read() is None
+    home._write(_state(os.getpid(), _shifted(process_identity(os.getpid()), 1)))
+    assert home._read() is None
 
 
 def test_the_token_is_private_and_new_each_time(home):
     before = os.umask(0)
     try:
-        home.environment("/tmp/nray-x")
-        first = home.token()
-        (home.path / "token").chmod(0o666)  # a mistake that does not last
-        home.environment("/tmp/nray-x")
+        home._environment("/tmp/nray-x")
+        first = home._token.read_text()
+        (home._path / "token").chmod(0o666)  # a mistake that does not last
+        home._environment("/tmp/nray-x")
     finally:
         os.umask(before)
-    assert stat.S_IMODE((home.path / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE((home._path / "token").stat().st_mode) == 0o600
     assert len(first) >= 32
-    assert home.token() != first
+    assert home._token.read_text() != first
 
 
 def test_the_environment_of_the_embedded_ray(home, monkeypatch):
@@ -83,11 +83,11 @@ def test_the_environment_of_the_embedded_ray(home, monkeypatch):
         names.append(f"NEMO_RUN_RAY_{part}")
     for name in names:
         monkeypatch.setenv(name, "of another cluster")
-    env = home.environment("/tmp/nray-x")
+    env = home._environment("/tmp/nray-x")
     assert env["RAY_AUTH_MODE"] == "token"
-    assert env["RAY_AUTH_TOKEN_PATH"] == str(home.path / "token")
+    assert env["RAY_AUTH_TOKEN_PATH"] == str(home._path / "token")
     assert "of another cluster" not in env.values()
-    assert home.token() not in env.values()
+    assert home._token.read_text() not in env.values()
 
 
 def test_a_cluster_is_found_by_its_record(weird_tmp_path):
@@ -95,13 +95,13 @@ def test_a_cluster_is_found_by_its_record(weird_tmp_path):
     again = from_record(json.loads(json.dumps(cluster.record())))
     assert again.find() is None
     again.stop()
-    home = StateFolder(weird_tmp_path)
-    home.environment("/tmp/nray-x")
-    home.write(_me())
+    home = LocalCluster(state_dir=str(weird_tmp_path))
+    home._environment("/tmp/nray-x")
+    home._write(_me())
     found = again.find()
     assert found.url == "http://127.0.0.1:1"
-    assert found.headers == {"Authorization": f"Bearer {home.token()}"}
-    assert home.token() not in repr(found) + repr(cluster) + json.dumps(cluster.record())
+    assert found.headers == {"Authorization": f"Bearer {home._token.read_text()}"}
+    assert home._token.read_text() not in repr(found) + repr(cluster) + json.dumps(cluster.record())
 
 
 @pytest.mark.parametrize("is_made_by_us", [True, False])
@@ -115,16 +115,16 @@ def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child, is_made_by
     left = subprocess.Popen(["sleep", "1000"], env={**os.environ, "NEMO_RUN_RAY_LOCAL": str(root)})
     state = _state(child.pid, _shifted(process_identity(child.pid), -1000))
     state.root = str(root)
-    home = StateFolder(tmp_path / "home")
-    home.path.mkdir()
-    home.write(state)
-    LocalCluster(state_dir=str(home.path)).stop()
+    home = LocalCluster(state_dir=str(tmp_path / "home"))
+    home._path.mkdir()
+    home._write(state)
+    home.stop()
     assert left.wait(10) < 0
     if is_made_by_us:
         wait_for(lambda: not root.exists())
     assert root.exists() is not is_made_by_us
     assert child.poll() is None
-    assert not (home.path / "state.json").exists()
+    assert not (home._path / "state.json").exists()
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_what_nobody_uses_is_stopped_after_a_while(home, monkeypatch, fields, ta
     state = _me()
     for name, value in fields.items():
         setattr(state, name, value)
-    home.write(state)
+    home._write(state)
     now = 0.0
 
     def sleep(seconds: float) -> None:
@@ -199,10 +199,10 @@ def test_what_nobody_uses_is_stopped_after_a_while(home, monkeypatch, fields, ta
     monkeypatch.setattr(local_watch, "_jobs", look)
     if stopped_at is None:
         with contextlib.suppress(TimeoutError):
-            local_watch.main(str(home.path), "/tmp/nray-x", 600)
+            local_watch.main(str(home._path), "/tmp/nray-x", 600)
     else:
         with pytest.raises(InterruptedError):
-            local_watch.main(str(home.path), "/tmp/nray-x", 600)
+            local_watch.main(str(home._path), "/tmp/nray-x", 600)
         assert now == stopped_at
 
 
@@ -230,15 +230,15 @@ def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path, monkeypatch)
     log.write_text("".join(f"line {number}\n" for number in range(100)))
     os.utime(log, (1000, 1000))
     monkeypatch.setattr(local, "_LOG_BYTES", 30)
-    home.log.write_text("gcs_server [exit code=-9]\n")
-    with home.locked():
-        home.write(state)
+    home._log.write_text("gcs_server [exit code=-9]\n")
+    with home._locked():
+        home._write(state)
         before = home.archive(SESSION)
         assert "has died: its process" in before.reason
         assert before.log("x_1.job") == log
         assert home.archive("").reason == before.reason, "whatever its session is"
-        home.remove_dead()
-    home.log.write_text("of the next one\n")
+        home._remove_dead()
+    home._log.write_text("of the next one\n")
     wait_for(lambda: not (tmp_path / "nray-1").exists())
     archive = home.archive(SESSION)
     lines = archive.log("x_1.job").read_text().splitlines()
@@ -246,7 +246,7 @@ def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path, monkeypatch)
     assert archive.log("x_1.job").stat().st_mtime == 1000, "as old as its last line"
     assert archive.log("x_1.other") is None
     assert archive.reason.splitlines()[-1].strip() == "gcs_server [exit code=-9]"
-    assert str(home.path / "archive" / SESSION / "logs" / "ray.log") in archive.reason
+    assert str(home._path / "archive" / SESSION / "logs" / "ray.log") in archive.reason
     assert home.archive("session_of_another") is None
     assert home.archive("") is None
 
@@ -255,11 +255,11 @@ def test_the_newest_archives_are_kept(home, tmp_path, monkeypatch):
     """By when they were over, and not by their names, which have the time of the wall clock."""
     monkeypatch.setattr(local, "_ARCHIVES", 2)
     names = [f"session_2026-11-22_10-00-0{number}_1_1" for number in (9, 1, 4)]
-    with home.locked():
+    with home._locked():
         for number, name in enumerate(names):
-            home.write(_dead(tmp_path, number, name))
-            home.remove_dead()
-            os.utime(home.path / "archive" / name / "reason", (number, number))
+            home._write(_dead(tmp_path, number, name))
+            home._remove_dead()
+            os.utime(home._path / "archive" / name / "reason", (number, number))
     assert [home.archive(name) is not None for name in names] == [False, True, True]
 
 
@@ -267,10 +267,10 @@ def test_of_one_that_was_stopped_the_job_table_is_kept(home, tmp_path):
     state = _dead(tmp_path)
     process = subprocess.Popen(["sleep", "100"], start_new_session=True)
     state.pid, state.born = process.pid, process_identity(process.pid)
-    with home.locked():
-        home.write(state)
+    with home._locked():
+        home._write(state)
         assert home.archive(SESSION) is None
-        home.stop(state, [{"submission_id": "x_1.job", "status": "SUCCEEDED"}])
+        home._stop(state, [{"submission_id": "x_1.job", "status": "SUCCEEDED"}])
     process.wait()
     archive = home.archive(SESSION)
     assert archive.reason == "the embedded Ray that had it has been stopped"
