@@ -1,5 +1,6 @@
 """The embedded Ray: started once, found by others, stopped by the last user."""
 
+import contextlib
 import json
 import os
 import signal
@@ -44,7 +45,9 @@ def url_of(process: subprocess.Popen) -> str:
     return pytest.fail("it ended without an address")
 
 
-def leave(process: subprocess.Popen) -> None:
+def leave(process: subprocess.Popen, is_killed: bool = False) -> None:
+    if is_killed:
+        process.kill()
     process.stdin.close()
     process.wait(60)
     process.stdout.close()
@@ -64,10 +67,7 @@ def test_a_race_starts_one_and_the_last_living_one_stops_it(home_of_its_own):
     (state,) = states(home_of_its_own)
     assert len(state["users"]) == 3
 
-    killed.kill()  # from now on it is no user
-    killed.wait()
-    killed.stdin.close()
-    killed.stdout.close()
+    leave(killed, is_killed=True)  # from now on it is no user
     leave(first)
     assert lives(state["pid"])
     assert httpx.get(urls.pop() + "/api/version").status_code in (200, 401)
@@ -110,11 +110,9 @@ def lives(pid: int) -> bool:
 def marked(root: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(psutil.Error):
             if process.environ().get("NEMO_RUN_RAY_LOCAL") == root:
                 found.append(process.pid)
-        except psutil.Error:
-            continue
     return found
 
 
@@ -139,10 +137,7 @@ def test_an_idle_one_ends_by_itself_and_what_it_had_is_known(home_of_its_own):
     (state,) = states(home_of_its_own)
     killed = user()
     assert url_of(killed) == state["url"]
-    killed.kill()
-    killed.wait()
-    killed.stdin.close()
-    killed.stdout.close()
+    leave(killed, is_killed=True)
     assert lives(state["pid"])
 
     wait_for(lambda: states(home_of_its_own) == [], 60)
