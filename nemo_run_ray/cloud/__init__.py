@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from nemo_run_ray.cloud.source import LEFT_OUT
 
 __all__ = ["LEFT_OUT", "ShipSource", "SourcePackager"]
-_HOMES = {"LEFT_OUT": "source", "ShipSource": "ship_source", "SourcePackager": "ship_source"}
 
 
 def __getattr__(name: str) -> Any:
     """Import the modules for these platforms when they are used."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.ship_source"), name)

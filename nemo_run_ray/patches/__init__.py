@@ -12,7 +12,6 @@ import inspect
 import logging
 import os
 import textwrap
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ MODULES = {
     )
 }
 _ABSENT = object()
-_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,6 @@ class Edit:
     owner: Any
     name: str
     value: Any
-
-    def __str__(self) -> str:
-        return f"{self.owner.__name__}.{self.name}"
 
     @property
     def now(self) -> Any:
@@ -92,9 +87,6 @@ class Patch(ABC):
         """Whether this NeMo-Run lacks what the patch adds."""
         return True
 
-    def refresh(self) -> None:  # noqa: B027 most have nothing to drop
-        """Drop cached views of the targets in other libraries, after every change."""
-
     def apply(self) -> Callable[[], bool]:
         """Apply it, if it is needed and not applied yet.
 
@@ -104,17 +96,15 @@ class Patch(ABC):
         Raises:
             UnsupportedNemoRun: a target is not as the patch knows it. Nothing was changed.
         """
-        with _lock:
-            if not self._done and self.is_needed():
-                try:
-                    for edit in self.edits():
-                        before = edit.now
-                        setattr(edit.owner, edit.name, edit.value)
-                        self._done.append((edit, before))
-                except BaseException:
-                    self._restore()
-                    raise
-                self.refresh()
+        if not self._done and self.is_needed():
+            try:
+                for edit in self.edits():
+                    before = edit.now
+                    setattr(edit.owner, edit.name, edit.value)
+                    self._done.append((edit, before))
+            except BaseException:
+                self._restore()
+                raise
         return self.undo
 
     def undo(self) -> bool:
@@ -124,72 +114,51 @@ class Patch(ABC):
             Whether the patch is off now. ``False`` means that a patch of another program lies on
             top of this one; then nothing is changed, and a warning names it.
         """
-        with _lock:
-            covers = self._covers()
-            if covers:
-                log.warning(
-                    "The patch %s stays: something lies on top of it (%s). Undo that first.",
-                    self.name,
-                    covers,
-                )
-            elif self._done:
-                self._restore()
-                self.refresh()
-            return not covers
+        covered = self._covered()
+        if covered:
+            log.warning("The patch %s stays: another patch is on top of %s.", self.name, covered)
+        else:
+            self._restore()
+        return not covered
 
     def status(self) -> str:
-        """Its state: ``applied``, ``off``, ``not needed``, or ``applied, covered by …``."""
-        with _lock:
-            if not self._done:
-                return "off" if self.is_needed() else "not needed"
-            covers = self._covers()
-            return f"applied, covered by {covers}" if covers else "applied"
+        """Its state: ``applied``, ``off``, ``not needed``, or ``applied, covered at …``."""
+        if not self._done:
+            return "off" if self.is_needed() else "not needed"
+        covered = self._covered()
+        return f"applied, covered at {covered}" if covered else "applied"
 
     def method(self, owner: type, name: str, *parameters: str, digest: str = "") -> Any:
-        """The function that a class holds itself, another package's wrapper of it included.
+        """The function that a class holds itself; of another package's wrapper nothing is asked.
 
         Args:
             owner: the class.
             name: of the function.
-            parameters: those that NeMo-Run's function must have, below all wrappers.
+            parameters: those that NeMo-Run's function must have.
             digest: of its body, by ``digest_of``, where the patch replaces it.
 
         Raises:
             UnsupportedNemoRun: it is missing, or is another function.
         """
-        function, target = vars(owner).get(name), f"{owner.__name__}.{name}"
-        self.must(inspect.isfunction(function), target, function)
-        below = original(function, name)
-        self.must(set(parameters) <= {*inspect.signature(below).parameters}, target, function)
-        if digest:
-            now = digest_of(below)
-            target = f"the body of {target} (digest {now}, not {digest})"
-            self.must(now == digest, target, function)
+        function: Any = vars(owner).get(name)
+        target = f"{owner.__name__}.{name}"
+        self.must(inspect.isfunction(function), target)
+        if function.__module__.startswith("nemo_run."):
+            self.must(set(parameters) <= {*inspect.signature(function).parameters}, target)
+            self.must(not digest or digest == digest_of(function), f"the body of {target}")
         return function
 
-    def must(self, holds: bool, target: str, found: Any = None) -> None:
+    def must(self, holds: bool, target: str) -> None:
         """Guard of a subclass: refuse when a target is not as expected.
-
-        Args:
-            holds: whether it is.
-            target: its name.
-            found: the function in its place, which may be another package's.
 
         Raises:
             UnsupportedNemoRun: it is not.
         """
-        if holds:
-            return
-        if inspect.isfunction(found) and not _is_nemo_runs(found):
+        if not holds:
             raise UnsupportedNemoRun(
-                f"The patch {self.name} does not know {target}: another package has put "
-                f"{found.__module__}.{found.__qualname__} there. Nothing was changed. Apply the "
-                "patch before that package does so."
+                f"The patch {self.name} does not know {target} of NeMo-Run {version('nemo-run')}; "
+                f"it was verified on {' to '.join(self.verified)}. Nothing was changed."
             )
-        raise UnsupportedNemoRun(
-            f"The patch {self.name} does not know {target} of NeMo-Run {version('nemo-run')}; it "
-            f"was verified on {' to '.join(self.verified)}. Nothing was changed."
-        )
 
     def _restore(self) -> None:
         while self._done:
@@ -199,43 +168,16 @@ class Patch(ABC):
             else:
                 setattr(edit.owner, edit.name, before)
 
-    def _covers(self) -> str:
-        """The attributes that another program has replaced since, with their values."""
-        covered = [edit for edit, _ in self._done if edit.now is not edit.value]
-        values = ("nothing" if edit.now is _ABSENT else repr(edit.now) for edit in covered)
-        return "; ".join(f"{edit} is {value}" for edit, value in zip(covered, values, strict=True))
-
-
-def original(function: Any, name: str) -> Any:
-    """NeMo-Run's function below the wrappers that other packages have put on it.
-
-    Most of those are plain functions with ``*args, **kwargs``, which refer to the one below.
-    """
-    seen = [function]
-    for one in seen:
-        if _is_nemo_runs(one) and one.__name__ == name:
-            return inspect.unwrap(one)
-        try:
-            names = inspect.getclosurevars(one)
-        except ValueError:  # it refers to a name that has no value yet
-            continue
-        for below in (*names.nonlocals.values(), *names.globals.values()):
-            if inspect.isfunction(below) and below not in seen:
-                seen.append(below)
-    return function
-
-
-def _is_nemo_runs(function: Any) -> bool:
-    return str(function.__module__).partition(".")[0] == "nemo_run"
+    def _covered(self) -> str:
+        """The attributes that another program has replaced since."""
+        edits = [edit for edit, _ in self._done if edit.now is not edit.value]
+        return ", ".join(f"{edit.owner.__name__}.{edit.name}" for edit in edits)
 
 
 def digest_of(function: Any) -> str:
-    """The first characters of the SHA-256 of a function's source; empty when it has none."""
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(textwrap.dedent(source).strip().encode()).hexdigest()[:16]
+    """The first characters of the SHA-256 of a function's source."""
+    source = textwrap.dedent(inspect.getsource(function)).strip()
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------- all patches by their names
@@ -271,39 +213,31 @@ def apply(*names: str) -> Callable[[], bool]:
             if one.status() == "off":
                 try:
                     one.apply()
+                    done.append(one)
                 except UnsupportedNemoRun as error:
                     if names:
                         raise
                     log.warning("A patch is left out: %s", error)
-                else:
-                    done.append(one)
     except BaseException:
         _undo(done)
         raise
     return lambda: _undo(done)
 
 
-def apply_from_environment(environment: Mapping[str, str] = os.environ) -> Callable[[], bool]:
+def apply_from_environment(environment: Mapping[str, str] = os.environ) -> None:
     """Apply the patches that ``NEMO_RUN_RAY_PATCHES`` names; ``all`` is ``apply()``.
 
-    Returns:
-        As ``apply``.
-
     Raises:
-        PatchError: there is no patch of a name.
-        UnsupportedNemoRun: a patch that it names does not know this NeMo-Run.
+        PatchError: there is no patch of a name, or it does not know this NeMo-Run.
     """
-    text = environment.get(VARIABLE, "")
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        return lambda: True
-    for name in names:
-        if name not in (*MODULES, "all"):
-            raise PatchError(
-                f"{VARIABLE}={text!r}: there is no patch {name!r}; there are "
-                f"{', '.join(MODULES)}, and 'all' for all of them."
-            )
-    return apply() if "all" in names else apply(*names)
+    names = environment.get(VARIABLE, "").replace(",", " ").split()
+    if names == ["all"]:
+        apply()
+    elif names:
+        try:
+            apply(*names)
+        except PatchError as error:
+            raise PatchError(f"{VARIABLE} (names with commas, or 'all'): {error}") from error
 
 
 def undo(*names: str) -> bool:

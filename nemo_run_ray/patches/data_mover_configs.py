@@ -11,9 +11,8 @@ import gzip
 import io
 import os
 import re
-import shlex
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,8 @@ from nemo_run_ray.patches import Edit, Patch
 #: Files that NeMo-Run writes for people: the executor and the task, as YAML. A ``run.Partial`` is
 #: read from ``<name>_fn_or_script`` beside them, so the folder itself must be sent.
 UNREAD = ("_executor.yaml", "_config.yaml")
-
 #: A file in the job's folder on the cluster, made when all pieces have been unpacked.
 MOVED = ".moved"
-_RUN = ("self", "token", "project_id", "cluster_id", "name", "cmd", "sleep", "timeout")
 
 
 class DataMoverConfigsPatch(Patch):
@@ -44,14 +41,13 @@ class DataMoverConfigsPatch(Patch):
 
     def edits(self) -> Sequence[Edit]:
         # Each with the digest of its body in NeMo-Run 0.9 to 0.12.
-        copy, move = "copy_directory_data_command", "move_data"
+        command = "copy_directory_data_command"
         replaced: list[tuple[type, str, Any, str]] = [
-            (LeptonExecutor, copy, _lepton_command, "29da4aa806a9b282"),
-            (DGXCloudExecutor, copy, _dgxcloud_command, "444047769386ae20"),
+            (LeptonExecutor, command, _lepton_command, "29da4aa806a9b282"),
+            (DGXCloudExecutor, command, _script, "444047769386ae20"),
         ]
         if falls_back():
-            self.method(DGXCloudExecutor, "_run_workspace_and_wait", *_RUN)
-            replaced.append((DGXCloudExecutor, move, _move_data, "88209ab2bf3958ec"))
+            replaced.append((DGXCloudExecutor, "move_data", _move_data, "88209ab2bf3958ec"))
         for owner, name, _, digest in replaced:
             self.method(owner, name, digest=digest)
         return [Edit(owner, name, value) for owner, name, value, _ in replaced]
@@ -65,24 +61,18 @@ def falls_back() -> bool:
     return hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS")
 
 
-def unread(job_name: str) -> frozenset[str]:
-    """Paths, relative to a job's folder, of the files that no process on a pod reads."""
-    return frozenset(f"configs/{job_name}{ending}" for ending in UNREAD)
-
-
-def tarball(folder: Path, without: frozenset[str] = frozenset()) -> bytes:
+def tarball(folder: Path, without: Sequence[str] = ()) -> bytes:
     """A tar.gz of a folder: the same bytes for the same names, contents and modes.
 
     Args:
-        folder: whose entries are archived, below ``.``.
-        without: paths relative to it, with ``/``, that are left out.
+        folder: whose entries are archived.
+        without: paths relative to it that are left out.
 
     Raises:
         OSError: something in it cannot be read.
     """
 
     def cleaned(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        archive.inodes.clear()  # type: ignore[attr-defined]  # a hard link's content is sent
         entry.uid = entry.gid = entry.mtime = 0
         entry.uname = entry.gname = ""
         return None if entry.name in without else entry
@@ -91,53 +81,41 @@ def tarball(folder: Path, without: frozenset[str] = frozenset()) -> bytes:
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name in sorted(os.listdir(folder)):
             archive.add(folder / name, name, filter=cleaned)
-    return gzip.compress(raw.getvalue(), compresslevel=9, mtime=0)
+    return gzip.compress(raw.getvalue(), mtime=0)
 
 
-def _lepton_command(self: LeptonExecutor, local_dir_path: str, dest_path: str) -> list[str]:
+def _lepton_command(self: Any, local_dir_path: str, dest_path: str) -> list[str]:
     """The data mover's argv."""
-    return ["sh", "-c", _script(self, local_dir_path, dest_path, shlex.quote)]
+    return ["sh", "-c", _script(self, local_dir_path, dest_path)]
 
 
-def _dgxcloud_command(self: DGXCloudExecutor, local_dir_path: str, dest_path: str) -> str:
-    """The data mover's script, which NeMo-Run puts between single quotes."""
-    return _script(self, local_dir_path, dest_path, quote_between_single_quotes)
-
-
-def _script(executor: Any, source: str, target: str, quote: Callable[[str], str]) -> str:
-    folder, archive = quote(target), quote(f"{target}/archive.tar.gz")
+def _script(self: Any, local_dir_path: str, dest_path: str) -> str:
+    """The data mover's script, which NeMo-Run puts between single quotes on DGX Cloud."""
+    folder, archive = quoted(dest_path), quoted(f"{dest_path}/archive.tar.gz")
     return (
-        f"rm -rf {folder} && mkdir -p {folder} && echo {_encoded(executor, source)} | "
+        f"rm -rf {folder} && mkdir -p {folder} && echo {_encoded(self, local_dir_path)} | "
         f"base64 -d > {archive} && tar -xzf {archive} -C {folder} && rm {archive}"
     )
 
 
 def _encoded(executor: Any, source: str) -> str:
     name = getattr(executor, "job_name", None)  # NeMo-Run sets it in assign()
-    data = tarball(Path(source), unread(name) if name else frozenset())
+    data = tarball(Path(source), [f"configs/{name}{ending}" for ending in UNREAD])
     return base64.b64encode(data).decode("ascii")
 
 
-def quote_between_single_quotes(text: str) -> str:
+def quoted(text: str) -> str:
     """A shell word of the text that has no single quote in it itself."""
-    if re.fullmatch(r"[\w@%+=:,./-]+", text, re.ASCII):
-        return text
     escaped = re.sub(r'([$`"\\])', r"\\\1", text)
     return '"' + escaped.replace("'", r'$(printf "\047")') + '"'
 
 
 def _move_data(self: Any, token: str, project_id: str, cluster_id: str, sleep: float = 10) -> None:
     """Move the job's folder by one workload, or by as many as its tarball has pieces."""
-    whole = self.copy_directory_data_command(self.job_dir, self.pvc_job_dir)
-    is_short = len(whole) <= self.MAX_ARGS_CHARS
-    scripts = [whole] if is_short else list(_in_pieces(self, self.job_dir, self.pvc_job_dir))
-    if not is_short:
-        dgxcloud.logger.info(
-            "The job's folder makes a command of %d characters (limit %d): moving it in %d pieces",
-            len(whole),
-            self.MAX_ARGS_CHARS,
-            len(scripts),
-        )
+    scripts = [self.copy_directory_data_command(self.job_dir, self.pvc_job_dir)]
+    if len(scripts[0]) > self.MAX_ARGS_CHARS:
+        scripts = list(_in_pieces(self, self.job_dir, self.pvc_job_dir))
+        dgxcloud.logger.info("Moving the job's folder in %d pieces", len(scripts))
     for script in scripts:
         self._run_workspace_and_wait(token, project_id, cluster_id, "data-mover", script, sleep)
 
@@ -148,13 +126,12 @@ def _in_pieces(executor: Any, source: str, target: str) -> Iterator[str]:
     Each can run twice, as that of a pod does which dies before the platform knows its end.
     """
     data = _encoded(executor, source)
-    folder = quote_between_single_quotes(target)
+    folder, start = quoted(target), quoted(f"{target}/archive.b64.")
     prepare = f"rm -rf {folder} && mkdir -p {folder} && "
-    start = quote_between_single_quotes(f"{target}/archive.b64.")
     size = executor.MAX_ARGS_CHARS - len(f"{prepare}echo  > {start}00000")
     for number, first in enumerate(range(0, len(data), size)):
         write = f"echo {data[first : first + size]} > {start}{number:05d}"
         yield write if number else prepare + write
-    done = quote_between_single_quotes(f"{target}/{MOVED}")
+    done = quoted(f"{target}/{MOVED}")
     unpack = f"cat {start}* | base64 -d | tar -xzf - -C {folder}"
     yield f"[ -e {done} ] || {{ {unpack} && : > {done}; }} && rm -f {start}*"

@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_run.core.execution import dgxcloud
@@ -36,13 +36,7 @@ class DGXCloudExportsPatch(Patch):
 
     def edits(self) -> Sequence[Edit]:
         render = self.method(DGXCloudRequest, "materialize")
-        fields = getattr(DGXCloudRequest, "__dataclass_fields__", {})
-        self.must({"executor", "extra_env"} <= set(fields), "the fields of DGXCloudRequest")
         create = self.method(DGXCloudExecutor, "create_training_job")
-        self.must(
-            isinstance(getattr(dgxcloud, "logger", None), logging.Logger),
-            f"{dgxcloud.__name__}.logger",
-        )
         return [
             Edit(DGXCloudRequest, "materialize", _without_source(render)),
             Edit(DGXCloudExecutor, "create_training_job", _logging_no_source(create)),
@@ -53,14 +47,16 @@ PATCH = DGXCloudExportsPatch()
 
 
 def _without_source(render: Any) -> Any:
+    def kept(variables: Mapping[str, str]) -> dict[str, str]:
+        return {k: value for k, value in variables.items() if not k.startswith(SOURCE_PREFIXES)}
+
     @functools.wraps(render)
     def materialize(self: DGXCloudRequest) -> str:
         # Copies, because other threads read the executor, and rendering may raise.
         request = copy.copy(self)
         request.executor = copy.copy(self.executor)
-        structured = self.executor.env_vars
-        request.executor.env_vars = _kept(structured, structured)
-        request.extra_env = _kept(self.extra_env, structured)
+        request.executor.env_vars = kept(self.executor.env_vars)
+        request.extra_env = kept(self.extra_env)
         return str(render(request))
 
     return materialize
@@ -69,38 +65,22 @@ def _without_source(render: Any) -> Any:
 def _logging_no_source(create: Any) -> Any:
     @functools.wraps(create)
     def create_training_job(self: DGXCloudExecutor, *args: Any, **kwargs: Any) -> Any:
-        values = [
-            value for name, value in self.env_vars.items() if name.startswith(SOURCE_PREFIXES)
-        ]
-        short = _Shortened(values)
-        dgxcloud.logger.addFilter(short)
+        variables = self.env_vars.items()
+        source = [value for name, value in variables if name.startswith(SOURCE_PREFIXES)]
+
+        def shorten(record: logging.LogRecord) -> bool:
+            """NeMo-Run logs the workload and the answer to it, as JSON."""
+            text = record.getMessage()
+            for value in source:
+                if len(value) > _LONG:
+                    text = text.replace(json.dumps(value)[1:-1], "…")
+            record.msg, record.args = text, ()
+            return True
+
+        dgxcloud.logger.addFilter(shorten)
         try:
             return create(self, *args, **kwargs)
         finally:
-            dgxcloud.logger.removeFilter(short)
+            dgxcloud.logger.removeFilter(shorten)
 
     return create_training_job
-
-
-class _Shortened(logging.Filter):
-    """NeMo-Run logs the workload and the answer to it; source code has no place there."""
-
-    def __init__(self, values: Iterable[str]) -> None:
-        super().__init__()
-        self._values = [json.dumps(value)[1:-1] for value in values if len(value) > _LONG]
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        for value in self._values:
-            text = text.replace(value, "…")
-        record.msg, record.args = text, ()
-        return True
-
-
-def _kept(variables: Mapping[str, str], structured: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the script must set: all but source code that the workload has anyway."""
-    return {
-        name: value
-        for name, value in variables.items()
-        if not (name.startswith(SOURCE_PREFIXES) and structured.get(name) == value)
-    }

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from fiddle._src import signatures
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
-from nemo_run_ray.patches import Edit, Patch, original
+from nemo_run_ray.patches import Edit, Patch
 
 #: Old name to new name; NeMo-Run 0.10 renamed them.
 RENAMED = {"app_id": "client_id", "app_secret": "client_secret"}
@@ -33,10 +34,11 @@ class DGXCloudLegacyKwargsPatch(Patch):
 
     def edits(self) -> Sequence[Edit]:
         build = self.method(DGXCloudExecutor, "__init__", *RENAMED.values())
-        return [Edit(DGXCloudExecutor, "__init__", _translating(build))]
-
-    def refresh(self) -> None:
-        signatures._signature_cache.pop(DGXCloudExecutor, None)
+        return [
+            Edit(DGXCloudExecutor, "__init__", _translating(build)),
+            # The constructor's signature is in it, from before.
+            Edit(signatures, "_signature_cache", weakref.WeakKeyDictionary()),
+        ]
 
 
 PATCH = DGXCloudLegacyKwargsPatch()
@@ -46,9 +48,10 @@ def _translating(build: Any) -> Any:
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         old = {name: kwargs.pop(name) for name in RENAMED if name in kwargs}
-        for name, value in old.items():
-            if kwargs.get(RENAMED[name]) is None:
-                kwargs[RENAMED[name]] = value
+        for name, new in RENAMED.items():
+            if kwargs.get(new) is None:
+                kwargs.pop(new, None)  # the constructor names what is missing
+                kwargs |= {new: old[name]} if name in old else {}
         if old:  # Python shows it for a line of the user's, and not where fiddle builds
             warnings.warn(
                 f"DGXCloudExecutor: {', '.join(old)} are now called "
@@ -56,9 +59,6 @@ def _translating(build: Any) -> Any:
                 DeprecationWarning,
                 stacklevel=2,
             )
-        for name in RENAMED.values():
-            if kwargs.get(name, ...) is None:  # the constructor names what is missing
-                del kwargs[name]
         build(self, *args, **kwargs)
 
     __init__.__signature__ = _signature(build)  # type: ignore[attr-defined]
@@ -67,13 +67,12 @@ def _translating(build: Any) -> Any:
 
 def _signature(build: Any) -> inspect.Signature:
     """The constructor's, with the old names; for fiddle, either name suffices."""
-    known = inspect.signature(original(build, "__init__"))
-    parameters = [
-        parameter.replace(default=None) if parameter.name in RENAMED.values() else parameter
-        for parameter in known.parameters.values()
-    ]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str)
-        for name in RENAMED
-    ]
-    return known.replace(parameters=parameters)
+    known = inspect.signature(build)
+    parameters = {
+        name: parameter.replace(default=None) if name in RENAMED.values() else parameter
+        for name, parameter in known.parameters.items()
+    }
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):  # a wrapper takes all
+        for name in RENAMED:
+            parameters[name] = parameters[RENAMED[name]].replace(name=name)
+    return known.replace(parameters=list(parameters.values()))

@@ -63,12 +63,11 @@ def _merges(kind: type[JobGroup]) -> bool:
     return bool(group._merge) and isinstance(group.executors, _Foreign)
 
 
-def _says(kind: type) -> bool | None:
-    """The answer of another package's class to ``supports_job_group``; ``None`` if it has none."""
-    owner = next((base for base in kind.__mro__ if _OPT_IN in vars(base)), None)
-    if owner is None or owner.__module__.partition(".")[0] == "nemo_run":
-        return None  # NeMo-Run knows itself how to group what inherits its answer
-    return bool(getattr(kind, _OPT_IN)())
+def _opts_in(kind: type) -> bool:
+    """Whether another package's class says that it runs groups."""
+    answer = getattr(kind, _OPT_IN, None)
+    # NeMo-Run knows itself how to group what inherits its own answer.
+    return bool(answer and not answer.__module__.startswith("nemo_run.") and answer())
 
 
 def _merging(build: Any) -> Any:
@@ -79,28 +78,22 @@ def _merging(build: Any) -> Any:
         kinds = {type(executor) for executor in executors}
         # Others replace the class's list, or append to it, so it is read anew for each group.
         listed = getattr(type(self), "SUPPORTED_EXECUTORS", ())
-        self.SUPPORTED_EXECUTORS = [*listed, *filter(_says, kinds)]
+        self.SUPPORTED_EXECUTORS = [*listed, *filter(_opts_in, kinds)]
         try:
             build(self)
         except AssertionError as error:
             if str(error) != _REFUSAL:
                 raise
-            raise AssertionError(f"{_REFUSAL}\n{_why_refused(*kinds)}") from None
+            raise AssertionError(
+                f"{_REFUSAL}\n{next(iter(kinds)).__name__} does not say that it can run groups: a "
+                f"classmethod {_OPT_IN}() that returns True lets it in, and a classmethod "
+                "merge(executors, num_tasks) makes one job of the group."
+            ) from None
         finally:
             del self.SUPPORTED_EXECUTORS
         (kind,) = kinds
-        if not self._merge and _says(kind) and hasattr(kind, "merge"):
+        if not self._merge and _opts_in(kind) and hasattr(kind, "merge"):
             self.executors = kind.merge(executors, num_tasks=len(self.tasks))
             self._merge = True
 
     return __post_init__
-
-
-def _why_refused(kind: type) -> str:
-    if _says(kind) is False:
-        return f"{kind.__name__}.supports_job_group() returns False: it runs no groups."
-    return (
-        f"{kind.__name__} does not say that it can run groups: a classmethod "
-        "supports_job_group() that returns True lets it in, and a classmethod "
-        "merge(executors, num_tasks) makes one job of the group."
-    )

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import inspect
 import os
 import shlex
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from nemo_run.core.tunnel.client import SSHTunnel
+from nemo_run.run.ray.slurm import SlurmRayCluster, SlurmRayRequest
 
 from nemo_run_ray import ssh
-from nemo_run_ray.patches import Edit, Patch, original
-
-_MODULE = "nemo_run.run.ray.slurm"
-_FIELDS = ("template_name", "template_dir")
-_PARAMETERS = {"materialize": ("self",), "create": ("self", "dryrun")}
+from nemo_run_ray.patches import Edit, Patch
 
 
 class SlurmRayPatch(Patch):
@@ -30,25 +24,14 @@ class SlurmRayPatch(Patch):
     retired_by = "a template of NeMo-Run that starts all nodes by one step (ray.sub.j2)"
 
     def edits(self) -> Sequence[Edit]:
-        request, cluster = self._class("SlurmRayRequest"), self._class("SlurmRayCluster")
-        fields = getattr(request, "__dataclass_fields__", {})
-        for name in _FIELDS:
-            self.must(name in fields, f"SlurmRayRequest.{name}")
-        edits = []
-        for owner, name, wrap in (
-            (request, "materialize", _with_our_template),
-            (cluster, "create", _with_log_folder),
-        ):
-            method = self.method(owner, name, *_PARAMETERS[name])
-            edits.append(Edit(owner, name, wrap(method)))
-        return edits
-
-    def _class(self, name: str) -> type:
-        found = None
-        with contextlib.suppress(ImportError):
-            found = getattr(importlib.import_module(_MODULE), name, None)
-        self.must(isinstance(found, type), f"{_MODULE}.{name}")
-        return cast(type, found)
+        for name in ("template_name", "template_dir"):
+            self.must(name in SlurmRayRequest.__dataclass_fields__, f"SlurmRayRequest.{name}")
+        materialize = self.method(SlurmRayRequest, "materialize")
+        create = self.method(SlurmRayCluster, "create", "dryrun")
+        return [
+            Edit(SlurmRayRequest, "materialize", _with_our_template(materialize)),
+            Edit(SlurmRayCluster, "create", _with_log_folder(create)),
+        ]
 
 
 PATCH = SlurmRayPatch()
@@ -76,8 +59,7 @@ def _with_log_folder(create: Any) -> Any:
 
     @functools.wraps(create)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original(create, "create")).bind(self, *args, **kwargs)
-        if not given.arguments.get("dryrun"):
+        if not kwargs.get("dryrun"):
             tunnel = self.executor.tunnel
             if isinstance(tunnel, SSHTunnel) and not (
                 tunnel.session and tunnel.session.is_connected

@@ -12,8 +12,16 @@ from typing import ClassVar
 
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.cloud.encode import MOST_SOURCE_BYTES, Entry, File, Link, check_source, write_tar
-from nemo_run_ray.cloud.source import file_size, list_files, matches, read_entry, with_links
+from nemo_run_ray.cloud.source import (
+    Entry,
+    File,
+    Link,
+    check_source,
+    list_files,
+    matches,
+    read_tree,
+    write_tar_gz,
+)
 from nemo_run_ray.errors import ConfigError, PackagingFailed
 from nemo_run_ray.fields import strict_init
 from nemo_run_ray.plan.roles import CODE_DIR
@@ -93,7 +101,7 @@ class FolderPackager(Packager):
         entries = list(self._zipped() if self._is_zip else self._below())
         if not entries:
             raise PackagingFailed(f"There is nothing to send in {self}. Nothing was sent.")
-        write_tar(target, entries)
+        write_tar_gz(target, entries)
         return target
 
     @property
@@ -103,12 +111,8 @@ class FolderPackager(Packager):
     def _below(self) -> Iterator[tuple[str, Entry]]:
         """The files and links of the folder, by name."""
         root = Path(self.path).resolve()
-        names = list_files(root, ["."], [*_SKIPPED, *self.exclude]).files
-        chosen = sorted({linked for name in names for linked in with_links(root, name)})
-        sizes = [(name, size) for name in chosen if (size := file_size(root / name)) is not None]
-        check_source(sizes, MOST_SOURCE_BYTES, str(self))
-        for name in chosen:
-            yield name, read_entry(root, name, chosen)
+        files, _ = list_files(root, ["."], [*_SKIPPED, *self.exclude])
+        return read_tree(root, files, str(self))
 
     def _zipped(self) -> Iterator[tuple[str, Entry]]:
         """The files and links of the zip, by name; of several of one name the last counts."""
@@ -133,8 +137,7 @@ class FolderPackager(Packager):
                     f"{self} has entries outside of the task's folder: {', '.join(outside[:5])}. "
                     "Make it anew without them, or leave them out: exclude=[…]. Nothing was sent."
                 )
-            sizes = [(name, info.file_size) for name, info in infos.items()]
-            check_source(sizes, MOST_SOURCE_BYTES, str(self))
+            check_source({name: info.file_size for name, info in infos.items()}, str(self))
             for name, info in sorted(infos.items()):
                 mode = info.external_attr >> 16
                 content = archive.read(info)

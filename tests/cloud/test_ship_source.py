@@ -17,7 +17,7 @@ from nemo_run.core.execution.lepton import LeptonExecutor
 from nemo_run_ray import patches
 from nemo_run_ray.cloud import ShipSource
 from tests.cloud.conftest import Platform
-from tests.cloud.runs import finished, found, launch, logs, must_succeed
+from tests.cloud.runs import found, launch, logs, must_succeed
 from tests.conftest import wait_for
 
 # ---------------------------------------------------------------------- kinds of tasks
@@ -66,25 +66,6 @@ def test_a_partial(platform, project, results, unique, partial):
     must_succeed(platform)
     (seen,) = found(results).values()
     assert (seen["digest"], seen["tag"]) == (project.digest(), "partial")
-
-
-def test_a_partial_does_not_run_without_the_folder_configs(
-    platform, project, results, unique, partial, monkeypatch
-):
-    """Why the patch drops two files by name and not the folder."""
-    from nemo_run_ray.patches import data_mover_configs
-
-    whole = data_mover_configs.tarball
-
-    def without_configs(folder: Path, without: frozenset[str]) -> bytes:
-        more = {one.relative_to(folder).as_posix() for one in (folder / "configs").rglob("*")}
-        return whole(folder, without | more)
-
-    monkeypatch.setattr(data_mover_configs, "tarball", without_configs)
-    launch(platform, partial, project, unique)
-    wait_for(lambda: finished(platform))
-    assert not found(results)
-    assert "binascii.Error" in platform.jobs()[-1].log()  # it takes the path for the task itself
 
 
 # ---------------------------------------------------------------------- many pods at once
@@ -234,18 +215,6 @@ def environment(platform: Platform, project, name: str, **variables: str) -> dic
     must_succeed(platform)
     text = (platform.cluster.shared / "environment").read_text()
     return dict(line.split("=", 1) for line in text.split("\0") if line)
-
-
-def test_the_environment_is_the_submitted_one_and_ours(platform, project, unique):
-    """Python itself sets a variable where the image has no locale."""
-    found = environment(platform, project, unique)
-    assert {"NEMO_RUN_RAY_SRC", "PYTHONPATH"} <= set(found)
-    assert not {"LC_CTYPE", "LC_ALL"} & set(found)
-    assert not [one for one in found if one.startswith("_NEMO")]
-
-
-def test_a_locale_that_was_submitted_stays(platform, project, unique):
-    assert environment(platform, project, unique, LC_CTYPE="C")["LC_CTYPE"] == "C"
 
 
 @pytest.mark.parametrize("own", ["/opt/image", None])

@@ -103,7 +103,9 @@ def test_a_root_without_source(platform, tmp_path, unique, what):
 def test_a_link_out_of_the_tree(platform, project, tmp_path, unique):
     (tmp_path / "secret").write_text("x")
     (project.package / "link.py").symlink_to(tmp_path / "secret")
-    with pytest.raises(TransportError, match=r"link\.py is a link to .*secret, out of the tree"):
+    with pytest.raises(
+        TransportError, match=r"link\.py is a link to .*secret, which is out of the tree"
+    ):
         launch(platform, run.Script(inline="true"), project, unique)
     assert platform.server.requests == []
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from json import dumps
 from types import SimpleNamespace
@@ -71,10 +70,6 @@ def test_without_source_the_script_is_the_same_to_the_letter():
         undo()
 
 
-def test_the_printed_request_has_no_source_either(applied):
-    assert "_NEMOTRON_SRC_0" not in repr(_request())
-
-
 def test_what_is_logged_has_no_source_and_all_else(applied, monkeypatch):
     lines = _logged_by_creating(monkeypatch)
     payload = json.loads(next(line for line in lines if line.startswith("{")))
@@ -109,30 +104,3 @@ def _logged_by_creating(monkeypatch) -> list[str]:
     (variables,) = (one["spec"]["environmentVariables"] for one in sent)
     assert {one["name"]: one["value"] for one in variables} == {**OTHERS, **hostile}
     return lines
-
-
-def test_two_threads_at_once_see_a_whole_executor(applied):
-    request = _request()
-    stop = threading.Event()
-    seen: list[dict[str, str]] = []
-
-    def look() -> None:
-        while not stop.is_set():
-            if request.executor.env_vars != {**OTHERS, **SOURCE}:
-                seen.append(dict(request.executor.env_vars))
-
-    def render() -> None:
-        for _ in range(30):
-            assert _exports(request.materialize()) & {*SOURCE} == set()
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    renderers = [threading.Thread(target=render) for _ in range(2)]
-    for one in renderers:
-        one.start()
-    for one in renderers:
-        one.join(timeout=60)
-    stop.set()
-    watcher.join(timeout=60)
-    assert seen == []
-    assert request.executor.env_vars == {**OTHERS, **SOURCE}

@@ -11,7 +11,6 @@ from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
 from nemo_run_ray import patches
-from nemo_run_ray.errors import UnsupportedNemoRun
 from tests.http_server import Handler, serving
 from tests.patches.dgxcloud import make_executor
 
@@ -109,13 +108,6 @@ def test_other_answers_are_repeated_as_without_the_patch(platform, slept, logged
     assert seen[0][0] == 3
 
 
-def test_a_refusal_after_a_failure_is_final_too(applied, platform, slept, logged):
-    executor = platform.answer((503, "later"), (401, REASON))
-    assert executor.get_auth_token() is None
-    assert len(platform.asked) == 2
-    assert "\n".join(logged()).count(REASON) == 1
-
-
 def test_other_requests_of_the_executor_see_refusals_as_before(applied, platform):
     platform.answer((403, "no"))
     assert dgxcloud.requests.post(f"{platform.url}/workloads", json={}).status_code == 403
@@ -131,16 +123,3 @@ def test_a_stand_in_for_post_works_as_before(applied, platform, monkeypatch):
             assert make_executor().get_auth_token() == "t"
     assert platform.answer((401, REASON)).get_auth_token() is None
     assert len(platform.asked) == 1
-
-
-def _without_requests(self):
-    return None
-
-
-@pytest.mark.parametrize("other", [_without_requests, property(_without_requests)])
-def test_another_way_to_ask_is_refused_by_name(monkeypatch, other):
-    monkeypatch.setattr(DGXCloudExecutor, "get_auth_token", other)
-    with pytest.raises(UnsupportedNemoRun, match="get_auth_token"):
-        patches.apply("dgxcloud_refusal")
-    assert dgxcloud.requests is requests
-    assert patches.status()["dgxcloud_refusal"] == "off"

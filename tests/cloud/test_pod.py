@@ -1,0 +1,179 @@
+"""Source code as text, and back on a pod."""
+
+import ast
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_run_ray.cloud import pod, ship_source
+from nemo_run_ray.cloud.source import File, Link
+from nemo_run_ray.errors import SourceTooLarge
+from tests.cloud.pods import expand
+
+TREE = {
+    "src/a/__init__.py": File(b""),
+    "src/a/run.sh": File(b"#!/bin/sh\n", is_executable=True),
+    "src/a/\u00e4 b'\".bin": File(bytes(range(256))),
+    "src/link": Link("a"),
+}
+NOISE = random.Random(1).randbytes(200_000)
+PROGRAM = Path(pod.__file__).read_text(encoding="utf-8")
+
+
+def variables(tree, folder: Path) -> dict[str, str]:
+    digest, text = ship_source.encode(tree)
+    pieces = [text[start : start + 9_000] for start in range(0, len(text), 9_000)]
+    path = str(folder / f"src-{digest}")
+    spec = {
+        "digest": digest,
+        "count": len(pieces),
+        "tree": path,
+        "code": str(folder / "code"),
+        "root": f"{path}/src",
+    }
+    found = {f"{pod.PREFIX}{number}": piece for number, piece in enumerate(pieces)}
+    return {**found, f"{pod.PREFIX}SPEC": json.dumps(spec)}
+
+
+def boot(given_variables, *command: str) -> subprocess.CompletedProcess:
+    words = command or (sys.executable, "-c", "import os; print(dict(os.environ))")
+    return subprocess.run(
+        [sys.executable, "-I", "-c", PROGRAM, *words],
+        env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", **given_variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@given(st.binary(max_size=2000))
+def test_no_character_that_somebody_changes_and_all_comes_back(content):
+    digest, text = ship_source.encode({"a": File(content), "b": Link("a")})
+    assert set(text).isdisjoint("$<>&\"\\' \n\t")
+    assert expand(text, {"a": "b"}) == text
+    assert json.dumps(text) == f'"{text}"'
+    back = pod.received({f"{pod.PREFIX}0": text}, {"count": 1, "digest": digest})
+    assert [(one.name, one.linkname, data) for one, data in back] == [
+        ("a", "", content),
+        ("b", "a", b""),
+    ]
+
+
+def test_the_same_tree_gives_the_same_text_in_any_order():
+    assert ship_source.encode(TREE) == ship_source.encode(dict(reversed(TREE.items())))
+    changed = {**TREE, "src/a/__init__.py": File(b"", is_executable=True)}
+    assert ship_source.encode(TREE)[0] != ship_source.encode(changed)[0]
+
+
+def test_the_tree_arrives_and_the_command_has_none_of_the_variables(tmp_path):
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "mine").touch()
+    done = boot(variables({**TREE, "noise": File(NOISE)}, tmp_path))
+    assert done.returncode == 0, done.stderr
+    (tree,) = tmp_path.glob("src-*")
+    assert (tree / "noise").read_bytes() == NOISE
+    assert (tree / "src/a/\u00e4 b'\".bin").read_bytes() == bytes(range(256))
+    assert os.access(tree / "src/a/run.sh", os.X_OK)
+    assert os.readlink(tree / "src/link") == "a"
+    seen = ast.literal_eval(done.stdout)
+    assert not [name for name in seen if name.startswith(pod.PREFIX)]
+    assert seen["PYTHONPATH"] == str(tree / "src")
+    assert seen["NEMO_RUN_RAY_SRC"] == str(tree)
+    assert {one.resolve() for one in code.iterdir()} == {
+        tree / "noise",
+        tree / "src",
+        code / "mine",
+    }
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["code", tree.name]
+
+
+def test_the_command_has_its_exit_code_and_the_signals_that_python_ignores(tmp_path):
+    assert boot(variables(TREE, tmp_path), "sh", "-c", "exit 7").returncode == 7
+    done = boot(variables(TREE, tmp_path), "bash", "-c", "set -o pipefail; yes | head -1")
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shortened", "missing", "not base 85", "spec"])
+def test_what_changed_on_its_way_stops_it_with_one_line(tmp_path, damage):
+    sent = variables({**TREE, "noise": File(NOISE)}, tmp_path)
+    name = f"{pod.PREFIX}{'SPEC' if damage == 'spec' else 3}"
+    old = sent.pop(name)
+    if damage not in ("missing", "spec"):
+        sent[name] = {
+            "flipped": ("1" if old[50] == "0" else "0").join([old[:50], old[51:]]),
+            "shortened": old[:-5],
+            "not base 85": "\u00e4" + old[1:],
+        }[damage]
+    done = boot(sent)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("nemo-run-ray: the source code was not usable: ")
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk(tmp_path):
+    sent = variables({**TREE, "noise": File(NOISE)}, tmp_path / "disk")
+    (tmp_path / "disk").mkdir()
+    script = (
+        'mount -t tmpfs -o size=100k none "$0" && "$1" -I -c "$2" true; '
+        'code=$?; find "$0" -mindepth 1; exit $code'
+    )
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, str(tmp_path / "disk"), sys.executable, PROGRAM],
+        env={"PATH": os.environ["PATH"], **sent},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "No space left on device" in done.stderr
+    assert done.stdout == ""
+
+
+def test_folders_of_pods_that_died_go_after_a_day(tmp_path):
+    old, fresh = tmp_path / ".src-x.old", tmp_path / ".src-x.fresh"
+    for one in (old, fresh):
+        one.mkdir()
+        (one / "half").touch()
+    os.utime(old, (1, 1))
+    pod.ensure([], str(tmp_path / "src-x"))
+    assert not old.exists()
+    assert fresh.exists()
+
+
+def test_the_program_fits_into_one_variable_and_is_for_older_pythons_too():
+    assert len(PROGRAM) < ship_source.DGXCLOUD_CHARS
+    assert PROGRAM.isascii()
+    assert expand(PROGRAM, {}) == PROGRAM  # Kubernetes changes nothing of it
+    tree = ast.parse(PROGRAM, feature_version=(3, 6))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    assert {one.name for node in imports for one in node.names} <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize(
+    ("copies", "size", "chars", "what"),
+    [
+        (1, 1_500_000, 9_500, "the workload's description would"),
+        (2, 750_000, 9_500, "which repeats the variables 2 times"),
+        (0, 2_000_000, 10, "a process's variables"),
+    ],
+)
+def test_what_is_above_a_limit_is_refused(copies, size, chars, what):
+    sent = {f"n{start}": "x" * chars for start in range(0, size, chars)}
+    with pytest.raises(SourceTooLarge, match=what) as caught:
+        ship_source.check_limits("p", copies, sent, {"a.py": File(b"x" * 12345)})
+    assert "12,345 a.py" in str(caught.value)
+    few = dict(list(sent.items())[: len(sent) // 3])
+    ship_source.check_limits("p", copies, few, {})
