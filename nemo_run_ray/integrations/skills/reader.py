@@ -83,8 +83,10 @@ def names_ray(document: Document, profile: str | None = None) -> bool:
     keys = Keys(document)
     executor = (keys.text("executor") or "").lower()
     name = _backend(keys)[1]
-    with_ray = not name and bool(keys.flag("with_ray")) and executor != "slurm"
-    return name not in _NO_RAY or executor == "ray" or with_ray
+    of_old = (
+        not name and executor != "slurm" and (keys.flag("with_ray") or keys.get("ray_endpoint"))
+    )
+    return name not in _NO_RAY or executor == "ray" or bool(of_old)
 
 
 def read(document: Document, profile: str | None, environ: Mapping[str, str]) -> Document:

@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from nemo_run_ray.integrations.skills import executor as slurm_words
 from nemo_run_ray.integrations.skills import localhost
+from nemo_run_ray.integrations.skills.patch import localhost_program
 
 _ELSEWHERE, _OWN = "127.0.0.2", "127.0.0.9"
 
@@ -46,7 +46,7 @@ def start(tmp_path):
     def run(script: str, *hosts: str) -> subprocess.Popen:
         path = tmp_path / "it's the script.sh"
         path.write_text(script)
-        program = ["-I", "-c", slurm_words._program(), str(path), *hosts]
+        program = ["-I", "-c", localhost_program(), str(path), *hosts]
         # The program goes on in a process of its own, which ends with this group.
         words = [sys.executable, *program]
         pipe = subprocess.PIPE
