@@ -17,10 +17,13 @@ import re
 import resource
 import socket
 import sys
+import time
 
 _PORTS = re.compile(r"(?<![\w.-])(?:localhost:|127\.0\.0\.1:|\+*server\.port=)(\d{2,5})\b")
 _HERE = "127.0.0.1"
 _AGAIN_S = 1.0
+#: Connections that were on a port a moment ago keep it for a minute.
+_CLOSING_S = 70.0
 _CHUNK_BYTES = 1 << 16
 #: Connections that may wait to be taken; NeMo-Skills asks a server 512 things at once.
 _BACKLOG = 4096
@@ -31,35 +34,6 @@ def ports_in(script: str) -> list[int]:
     return sorted({int(port) for port in _PORTS.findall(script) if int(port) < 1 << 16})
 
 
-class PortTaken(socket.socket):
-    """A port of this machine, whose connections are refused as long as nobody listens.
-
-    Raises:
-        OSError: another program has it.
-    """
-
-    def __init__(self, port: int) -> None:
-        super().__init__()
-        self._name = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(OSError):
-            self.bind((_HERE, port))
-            return
-        # Connections that were on it a moment ago do not matter. But then two that do not listen
-        # yet could have the same port, so there is a name of which there can be one at a time.
-        # Anybody can have that name, so it decides nothing where the port is free.
-        try:
-            self._name.bind(f"\0nemo_run_ray localhost:{port}")
-            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.bind((_HERE, port))
-        except OSError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self._name.close()
-        super().close()
-
-
 def answers(host: str, port: int) -> bool:
     """Whether a server listens there."""
     try:
@@ -67,6 +41,24 @@ def answers(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def take(port: int) -> socket.socket:
+    """A port of this machine, whose connections are refused as long as nobody listens.
+
+    Raises:
+        OSError: another program has it.
+    """
+    taken = socket.socket()
+    deadline = time.monotonic() + _CLOSING_S
+    while True:
+        try:
+            taken.bind((_HERE, port))
+            return taken
+        except OSError:
+            if answers(_HERE, port) or time.monotonic() > deadline:
+                raise
+        time.sleep(_AGAIN_S)
 
 
 async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
@@ -125,7 +117,7 @@ def main(path: str, own: str, *hosts: str) -> None:
     taken: list[socket.socket] = []
     for port in ports:
         try:
-            taken.append(PortTaken(port))
+            taken.append(take(port))
         except OSError as error:
             raise SystemExit(
                 f"nemo_run_ray| the client reaches its server at localhost:{port}, and another "

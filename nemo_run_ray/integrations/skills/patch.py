@@ -35,7 +35,7 @@ from nemo_run_ray.cluster_files.load import Document, load
 from nemo_run_ray.cluster_files.resolve import default_values
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.fields import looks_like_credential, strict_init
+from nemo_run_ray.fields import is_credential_name, strict_init
 from nemo_run_ray.integrations.skills import localhost, reader
 from nemo_run_ray.patches import Edit, Patch
 from nemo_run_ray.remote.spec import env_key
@@ -209,7 +209,7 @@ def _added_variables(config: Mapping[str, Any]) -> tuple[dict[str, str], list[st
                 raise ConfigError(f"The variable {name} is required, and is not set; set it.")
             if found is None:
                 continue
-            if not any(map(looks_like_credential, [name, *re.findall(r"\$\{?(\w+)", value)])):
+            if not any(map(is_credential_name, [name, *re.findall(r"\$\{?(\w+)", value)])):
                 clear[name] = found
             elif found == os.environ.get(name):
                 secrets.append(name)

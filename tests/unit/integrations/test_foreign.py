@@ -1,34 +1,8 @@
-"""What the readers of other projects' files share."""
+"""Which names and values are taken for credentials."""
 
 import pytest
 
 from nemo_run_ray.fields import credentials_in, is_credential_name
-from nemo_run_ray.integrations.foreign import at, shown
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ((), {"a": [1, {"b": 2}]}),
-        (("a", 1, "b"), 2),
-        (("a", 2), None),
-        (("a", "b"), None),
-        (("a", 0, 0), None),
-        (("a", 0, "b"), None),
-        (("c", "d"), None),
-    ],
-)
-def test_what_lies_at_a_path(path, value):
-    assert at({"a": [1, {"b": 2}]}, path) == value
-
-
-def test_a_value_in_a_message_is_short_and_nothing_of_a_table_is_shown():
-    assert shown({"token": "hunter2"}) == "a table of keys"
-    assert shown(["hunter2"]) == "a list"
-    assert shown(None) == "without a value"
-    assert shown({1}) == "of the type set"
-    assert shown("a" * 70) == "'" + "a" * 56 + "..."
-
 
 CREDENTIALS = """
     HF_TOKEN OPENAI_API_KEY client_secret DB_PASSWORD TOKEN GITHUB_PAT OPENAI_KEY PGPASSWORD

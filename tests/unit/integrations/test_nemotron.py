@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_run_ray.cluster_files.load import load as load_file
 from nemo_run_ray.cluster_files.load import read as read_document
+from nemo_run_ray.cluster_files.resolve import check_fields_of
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.integrations import nemotron
@@ -21,8 +23,10 @@ def load(tmp_path):
 
 
 @pytest.fixture
-def read(load):
+def read(load, monkeypatch):
     def make(text, profile="team", **environ):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
         reading = nemotron.read(load(text), profile, environ)
         ClusterFile.model_validate(reading.values)
         return reading
@@ -31,8 +35,10 @@ def read(load):
 
 
 @pytest.fixture
-def refusal(load):
+def refusal(load, monkeypatch):
     def make(text, profile="team", **environ):
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError) as caught:
             nemotron.read(load(text), profile, environ)
         return str(caught.value).rpartition("/env.toml")[2]
@@ -90,8 +96,8 @@ def test_tables_are_profiles_but_the_reserved_ones(load):
 
 
 def test_an_unknown_profile_is_refused_with_the_nearest_one(refusal):
-    assert refusal(_team(), profile="tema").endswith(" 'tema'; the nearest one is 'team'.")
-    assert refusal("", profile="tema").endswith(" 'tema'; the file has no profile.")
+    assert refusal(_team(), profile="tema").endswith(" 'tema' (tema); the nearest one is 'team'.")
+    assert refusal("[a]\n", profile="wandb").endswith(" 'wandb' (wandb); there are ['a'].")
 
 
 def test_a_profile_extends_another_and_wins_deeply(read):
@@ -122,9 +128,9 @@ B = "2"
         "startup_commands": ["c"],
     }
     assert reading.values["env"]["set"] == {"A": "1", "B": "2"}
-    assert reading.sources["defaults", "nodes"].endswith("env.toml:10 (team.nodes)")
-    assert reading.sources["env", "set", "A"].endswith("env.toml:6 (base.env_vars.A)")
-    assert reading.sources["env", "set", "B"].endswith("env.toml:17 (middle.env_vars.B)")
+    assert reading.sources["defaults", "nodes"].endswith("env.toml:10 (nodes)")
+    assert reading.sources["env", "set", "A"].endswith("env.toml:6 (env_vars.A)")
+    assert reading.sources["env", "set", "B"].endswith("env.toml:17 (env_vars.B)")
 
 
 @pytest.mark.parametrize(
@@ -143,77 +149,67 @@ B = "2"
             ":4: base.extends: there is no profile 'bsae2' (team -> base -> bsae2); "
             "the nearest one is 'base2'.",
         ),
-        ("[team]\nextends = 3\n", ":2: team.extends: it is no text; expected the name of a pro"),
+        ("[team]\nextends = 3\n", ":2: team.extends: there is no profile 3 (team -> 3)"),
     ],
 )
 def test_a_circle_or_an_unknown_parent_is_refused_with_the_chain(refusal, text, expected):
     assert refusal(text).startswith(expected)
 
 
-# ---------------------------------------------------------------------- interpolation
-
-
-def test_variables_of_the_environment_and_defaults(read):
-    lines = (
-        'container_image = "a:${oc.env:TAG}"',
-        'ray_address = "${oc.env:HEAD,http://head:8265}"',
-        'startup_commands = ["cd ${oc.env:WS,${oc.env:ROOT,/w}}/x", "echo ${oc.env:NO,\'\'}"]',
-    )
-    values = read(_team(*lines), TAG="1", ROOT="/r").values
-
-    assert values["defaults"]["image"] == "a:1"
-    assert values["cluster"] == {"address": "http://head:8265"}
-    assert values["defaults"]["startup_commands"] == ["cd /r/x", "echo "]
-
-
-def test_a_key_may_name_another_one(read):
-    lines = ('workspace = "${oc.env:WS,/w}"', 'container_image = "${workspace}/a.sqsh"')
-
-    assert read(_team(*lines)).values["defaults"]["image"] == "/w/a.sqsh"
-
-
-def test_a_variable_that_is_not_set_is_named_with_file_line_and_key(refusal):
-    text = refusal('[base]\ncontainer_image = "${oc.env:TAG}"\n' + _team('extends = "base"'))
-
-    assert text.startswith(":2: base.container_image: it asks for the variable TAG of your env")
-    assert text.endswith("set it, or give a default: ${oc.env:TAG,default}.")
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("${nosuch}", "there is no key 'nosuch'"),
-        ("${other:1}", "'other' is not known here"),
-        ("${oc.env:A", "'${oc.env:A' lacks a closing brace"),
-    ],
-)
-def test_what_cannot_be_resolved_is_refused(refusal, value, reason):
-    text = refusal(_team("nodes = 1", f'container_image = "{value}"'))
-
-    assert text.startswith(f":4: team.container_image: it cannot be resolved: {reason}")
-
-
-def test_the_process_environment_is_not_read(read, monkeypatch):
-    monkeypatch.setenv("TAG", "of the process")
-
-    reading = read(_team('container_image = "${oc.env:TAG,default}"'))
-    assert reading.values["defaults"]["image"] == "default"
-
-
 # ---------------------------------------------------------------------- keys of a profile
 
 
-@pytest.mark.parametrize("executor", ["slurm", "lepton", "dgxcloud", "docker", "local"])
-def test_an_executor_that_is_not_ray_is_refused(refusal, executor):
-    text = refusal(f'[team]\nnodes = 1\nexecutor = "{executor}"\n')
+def test_keys_with_what_they_ask_for(read):
+    lines = (
+        'workspace = "${oc.env:WS,/w}"',
+        'container_image = "${workspace}/a:${oc.env:TAG}"',
+        'ray_address = "${oc.env:HEAD,http://head:8265}"',
+        'startup_commands = ["cd ${oc.env:WS,${oc.env:ROOT,/w}}/x", "echo ${oc.env:NO,\'\'}"]',
+        "nodes = 2",
+        "nprocs_per_node = 4",
+        'existing_ray_cluster = "of-lepton"',
+        'pip_extras = ["rich"]',
+        'account = "${oc.env:NOT_ASKED_FOR}"',
+    )
+    reading = read(
+        '[slurm]\nexecutor = "slurm"\n' + _team('extends = "slurm"', *lines), TAG="1", ROOT="/r"
+    )
+    assert reading.values == {
+        "cluster": {"address": "http://head:8265"},
+        "defaults": {
+            "image": "/w/a:1",
+            "nodes": 2,
+            "ntasks_per_node": 4,
+            "startup_commands": ["cd /r/x", "echo "],
+        },
+    }
+    assert "Lepton" in _ignored(reading)["existing_ray_cluster"]
+    assert "runtime_env" in _ignored(reading)["pip_extras"]
+    assert "ray_address" in read(_team()).no_cluster
 
-    assert text.startswith(f":3: team.executor: the profile is for '{executor}', not for Ray")
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('container_image = "a:${oc.env:TAG}"', "it cannot be resolved: KeyError raised while"),
+        ('container_image = "${nosuch}"', "it cannot be resolved: Interpolation key 'nosuch'"),
+        ('container_image = "${other:1}"', "it cannot be resolved: Unsupported interpolation type"),
+        ('executor = "slurm"', "the profile is for 'slurm', not for Ray; expected executor ="),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_file_line_and_key(refusal, line, expected):
+    text = refusal(f'[base]\nexecutor = "ray"\n[team]\nextends = "base"\n{line}\n')
+    assert text.startswith(f":5: {line.partition(' ')[0]}: {expected}")
+    assert "TAG" not in line or "'TAG' not found" in text
 
 
-def test_another_profile_may_make_one_for_ray(read):
-    text = '[slurm]\nexecutor = "slurm"\npartition = "p"\nnodes = 2\n' + _team('extends = "slurm"')
-
-    assert read(text).values["defaults"] == {"nodes": 2}
+def test_wrong_values_are_refused_where_the_file_is_used(tmp_path):
+    for line in ("nodes = 0", 'nodes = "2"', "gpus_per_node = -1", 'startup_commands = "a"'):
+        (tmp_path / "env.toml").write_text(_team('ray_address = "auto"', line))
+        with pytest.raises(
+            ConfigError, match=rf"env\.toml:4 \({line.partition(' ')[0]}\): defaults"
+        ):
+            check_fields_of(load_file(f"{tmp_path}/env.toml:team"))
 
 
 @pytest.mark.parametrize(
@@ -228,74 +224,20 @@ def test_ray_address_is_the_address_of_the_dashboard(read, given, address):
     reading = read(_team(f'ray_address = "{given}"'))
 
     assert reading.values["cluster"] == {"address": address}
-    assert reading.sources["cluster", "address"].endswith("env.toml:3 (team.ray_address)")
-
-
-@pytest.mark.parametrize("value", ['"my-lepton-cluster"', '"http://head:8265"', "3"])
-def test_existing_ray_cluster_is_the_name_of_one_on_lepton(read, value):
-    lepton = f'[lepton]\nexecutor = "lepton"\nexisting_ray_cluster = {value}\n'
-    variables = {"NEMOTRON_EXISTING_RAY_CLUSTER": "my-lepton-cluster"}
-    reading = read(lepton + _team('extends = "lepton"', 'ray_address = "auto"'), **variables)
-
-    assert reading.values == {"cluster": {"address": "auto"}}
-    assert "Lepton" in _ignored(reading)["lepton.existing_ray_cluster"]
-
-
-def test_without_an_address_no_cluster_is_named(read):
-    assert read(_team()).values == {}
-
-
-def test_nodes_tasks_and_gpus(read):
-    reading = read(_team("nodes = 2", "ntasks_per_node = 4", "gpus_per_node = 8"))
-
-    expected = {"nodes": 2, "ntasks_per_node": 4, "gpus_per_node": 8}
-    assert reading.values["defaults"] == expected
+    assert reading.sources["cluster", "address"].endswith("env.toml:3 (ray_address)")
 
 
 def test_nprocs_per_node_comes_before_ntasks_per_node(read):
     reading = read(_team("ntasks_per_node = 4", "nprocs_per_node = 2"))
 
     assert reading.values["defaults"] == {"ntasks_per_node": 2}
-    assert _ignored(reading) == {"team.ntasks_per_node": "nprocs_per_node comes first."}
+    assert _ignored(reading) == {"ntasks_per_node": "nprocs_per_node comes first."}
 
 
 def test_a_number_may_come_from_the_environment(read):
     lines = ('nodes = "${oc.env:NODES,2}"', 'gpus_per_node = "${oc.env:GPUS}"')
 
     assert read(_team(*lines), GPUS="0.5").values["defaults"] == {"nodes": 2, "gpus_per_node": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("nodes = 0", "nodes: it is 0; expected a whole number from 1"),
-        ('nodes = "2"', "nodes: it is '2'; expected a whole number from 1"),
-        ('nodes = "${oc.env:NODES,two}"', "nodes: it is 'two'; expected a whole number from 1"),
-        ("ntasks_per_node = 1.5", "ntasks_per_node: it is 1.5; expected a whole number from 1"),
-        ("gpus_per_node = -1", "gpus_per_node: it is -1; expected a number from 0"),
-        ("gpus_per_node = true", "gpus_per_node: it is True; expected a number from 0"),
-        ("container_image = 3", "container_image: it is 3; expected a text"),
-        ('startup_commands = "a"', "startup_commands: it is a text; expected a list"),
-        ("startup_commands = [1]", "startup_commands[0]: it is a number; expected a text"),
-        ("env_vars = 1", "env_vars: it is a number; expected keys with values"),
-    ],
-)
-def test_wrong_types_are_refused_with_file_line_key_and_what_is_expected(refusal, line, expected):
-    assert refusal(_team(line)).startswith(f":3: team.{expected}")
-
-
-def test_startup_commands_run_before_the_task(read):
-    reading = read(_team('startup_commands = ["source /opt/env.sh", "true"]'))
-
-    assert reading.values["defaults"] == {"startup_commands": ["source /opt/env.sh", "true"]}
-
-
-def test_pip_extras_make_no_runtime_env(read):
-    """A Ray program of the task could not set one of its own then."""
-    reading = read(_team('pip_extras = ["rich", "typer==1"]'))
-
-    assert reading.values == {}
-    assert "runtime_env" in _ignored(reading)["team.pip_extras"]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +252,7 @@ def test_remote_job_dir_is_where_outputs_lie(read, own, expected):
     reading = read(_team(*lines), USER="me")
 
     assert reading.values == {"env": {"set": expected}}
-    assert reading.sources["env", "set", "NEMO_RUN_DIR"].endswith(":3 (team.remote_job_dir)")
+    assert reading.sources["env", "set", "NEMO_RUN_DIR"].endswith(":3 (remote_job_dir)")
 
 
 # ---------------------------------------------------------------------- variables
@@ -360,7 +302,7 @@ def test_a_credential_of_the_environment_is_named_and_its_value_is_nowhere(
 def test_a_credential_in_clear_is_refused_and_not_shown(refusal, value):
     text = refusal(_team("[team.env_vars]", f'HF_TOKEN = "{value}"'))
 
-    assert text.startswith(":4: team.env_vars.HF_TOKEN: it is a text, and HF_TOKEN is the name of")
+    assert text.startswith(":4: env_vars.HF_TOKEN: it is a text, and HF_TOKEN is the name of")
     assert text.endswith("expected ${oc.env:HF_TOKEN} and nothing else.")
     assert "hunter2" not in text
 
@@ -370,7 +312,7 @@ def test_a_credential_inside_another_text_is_refused(refusal, value):
     lines = ("[team.env_vars]", f'HEADER = "{value}"', 'other = "x${oc.env:MY_TOKEN}"')
     text = refusal(_team(*lines), MY_TOKEN="hunter2")
 
-    assert text.startswith(":4: team.env_vars.HEADER: it is a text, and MY_TOKEN is the name of")
+    assert text.startswith(":4: env_vars.HEADER: it is a text, and MY_TOKEN is the name of")
     assert "hunter2" not in text
 
 
@@ -396,10 +338,9 @@ def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):
     base = "[base]\n" + "".join(f'{name} = "x"\n' for name in names)
     reading = read(base + _team('extends = "base"', 'partition = "y"'))
 
-    keys = ["team.partition" if name == "partition" else f"base.{name}" for name in names]
-    assert sorted(one.key for one in reading.ignored) == sorted(keys)
+    assert sorted(one.key for one in reading.ignored) == sorted(names)
     assert not any("not known" in one.reason for one in reading.ignored)
-    mounts = next(one for one in reading.ignored if one.key == "base.mounts")
+    mounts = next(one for one in reading.ignored if one.key == "mounts")
     assert mounts.where.endswith(f"env.toml:{2 + names.index('mounts')}")
     assert reading.values == {}
 
@@ -408,6 +349,6 @@ def test_an_unknown_key_is_told_with_the_nearest_known_one(read):
     reading = read(_team("gpu_per_node = 1", "qqq = 1"))
 
     assert _ignored(reading) == {
-        "team.gpu_per_node": "The key is not known; the nearest known one is gpus_per_node.",
-        "team.qqq": "The key is not known.",
+        "gpu_per_node": "The key is not known; the nearest known one is gpus_per_node.",
+        "qqq": "The key is not known.",
     }
