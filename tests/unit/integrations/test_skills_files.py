@@ -37,10 +37,10 @@ def read(path):
 
 @pytest.fixture
 def refusal(path):
-    def make(text, **environ):
+    def make(text):
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         with pytest.raises(ConfigError) as caught:
-            check_fields_of(load_file(str(path), environ))
+            check_fields_of(load_file(str(path)))
         return str(caught.value).rpartition("/team.yaml")[2]
 
     return make
@@ -136,7 +136,10 @@ def test_an_env_toml_is_no_file_of_skills(tmp_path):
                     "required_node_labels: {a: b}",
                     ":3: preflight.required_node_labels: expected a l",
                 ),
-                ("required_node_labels: [{key: a}]", ":2: preflight.required_labels[0]: 'value'"),
+                (
+                    "required_node_labels: [{key: a}]",
+                    ":3 (preflight.required_node_labels): preflight.required_labels[0]",
+                ),
                 (
                     "min_cluster_resources: {gpu: lots}",
                     ":3 (preflight.min_cluster_resources.gpu): preflight.min_resources.GPU: ",
