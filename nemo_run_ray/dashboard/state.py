@@ -105,7 +105,7 @@ def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:
                 node_id=node_id,
                 host=_text(row.get("node_name")),
                 address=_text(row.get("node_ip")),
-                labels=row["labels"] if fits(row.get("labels"), {str: str}) else {},
+                labels=row["labels"] if fits(row.get("labels"), dict[str, str]) else {},
                 resources=total,
                 free=None if holdings is None else free,
             )
@@ -138,7 +138,7 @@ def _text(value: Any) -> str:
 
 
 def _amounts(value: Any) -> dict[str, float]:
-    given = value if fits(value, {str: float}) else {}
+    given = value if fits(value, dict[str, float]) else {}
     return {name: amount for name, amount in given.items() if not _HIDDEN.match(name)}
 
 
@@ -266,7 +266,7 @@ class StateApi:
         except ClusterError:
             return None
         rows = _understood(lambda: answer.json()["data"]["result"]["result"])
-        return rows if answer.status_code == 200 and fits(rows, [dict]) else None
+        return rows if answer.status_code == 200 and fits(rows, list[dict[str, Any]]) else None
 
     def _log_file(self, node: str, name: str) -> str:
         query = {"node_id": node, "filename": name, "lines": "-1", "media_type": "file"}

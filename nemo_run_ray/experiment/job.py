@@ -77,8 +77,6 @@ from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.end_record import end_mark, record_in
 from nemo_run_ray.remote.node.output import CUT, MAY_BE_LEFT, NO_PROCESS_LEFT
 from nemo_run_ray.remote.spec import (
-    ARRAY,
-    GROUP,
     NONCE_KEY,
     ArrayRows,
     GroupRows,
@@ -111,6 +109,8 @@ log = logging.getLogger(__name__)
 
 #: Kind of the kept file with the rows of a group or an array.
 _ROWS = "json"
+#: One line of the file of states: the fields of ``Stretch``.
+_STRETCH = tuple[int, int, str, int, int]
 #: Seconds between two looks of a wait, and of a reader that waits for a job's next attempt.
 _LOOK_AGAIN_S = 1.0
 #: Seconds beyond the grace period until a cancelled job must be terminal.
@@ -448,13 +448,15 @@ class RemoteJob:
 
     def array_rows(self, status: JobStatus) -> ArrayRows | None:
         """An array as its driver saw it last; ``None`` for other jobs, and if that is not known."""
-        found: ArrayRows | None = self._driver_rows(status, ARRAY) if self.record.is_array else None
+        found: ArrayRows | None = (
+            self._driver_rows(status, ArrayRows) if self.record.is_array else None
+        )
         return found
 
     def roles(self, status: JobStatus) -> GroupRows | None:
         """A group as its driver saw it last; ``None`` for other jobs, and if that is not known."""
         found: GroupRows | None = (
-            self._driver_rows(status, GROUP) if self.record.has_roles else None
+            self._driver_rows(status, GroupRows) if self.record.has_roles else None
         )
         if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
             # The driver was killed, and what it wrote last is no longer so.
@@ -464,15 +466,15 @@ class RemoteJob:
                     row["state"], row["waits_for"] = ReplicaState.LOST.value, ""
         return found
 
-    def _driver_rows(self, status: JobStatus, shape: dict[str, Any]) -> Any:
-        """The last rows that its driver wrote, if they have this shape."""
+    def _driver_rows(self, status: JobStatus, kind: type) -> Any:
+        """The last rows that its driver wrote, if they are of this type."""
         found: Any = None
         if self.kept.has(_ROWS):
             found = json.loads(self.kept.text(_ROWS))
         elif status.node and status.reason not in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
             with contextlib.suppress(NemoRunRayError):  # a node may be known all the same
                 found = self.api().state.rows(status.node, self.ran_as(status))
-        return found if fits(found, shape) else None
+        return found if fits(found, kind) else None
 
     def _with_failures(self, status: JobStatus) -> JobStatus:
         """The status; of an array that has failed with its first failures.
@@ -515,7 +517,7 @@ class RemoteJob:
         if not self.record.is_array:
             return {}
         lines = self.array_file(self.status, RESULTS_FILE)
-        return dict(_json_rows(lines, [int, object]))
+        return dict(_json_rows(lines, tuple[int, object]))
 
     def select_elements(self, selection: str = "") -> list[Element]:
         """The elements of an array, one by one.
@@ -556,10 +558,7 @@ class RemoteJob:
 
         if not self.record.is_array:
             raise JobError(f"The job {self.name!r} is no array and has no elements.")
-        rows = [
-            Stretch(*row)
-            for row in _json_rows(self.array_file(status, STATES_FILE), [int, int, str, int, int])
-        ]
+        rows = [Stretch(*row) for row in _json_rows(self.array_file(status, STATES_FILE), _STRETCH)]
         if not rows:
             when = ", which has ended" if status.state.is_terminal else " yet"
             again = "" if status.state.is_terminal else " Look again when it runs."

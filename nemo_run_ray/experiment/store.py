@@ -131,11 +131,11 @@ _OPTIONAL = {
     "keep_logs_max_bytes": int,
     "log_copy": str,
 }
-_EVENT = {"at": (None, float), "id": str, "event": str}
+_EVENT = {"at": float | None, "id": str, "event": str}
 _INTENT = {
     "nonce": str,
     **_REQUIRED,
-    **{name: (None, shape) for name, shape in _OPTIONAL.items()},
+    **{name: kind | None for name, kind in _OPTIONAL.items()},
 }
 
 

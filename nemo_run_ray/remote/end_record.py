@@ -23,7 +23,7 @@ import re
 import time
 from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
-from .spec import JobRow, fits, lock_of_row, nonce_of, shape_of
+from .spec import JobRow, lock_of_row, nonce_of, read
 
 #: Ray's errors that may hide an end.
 _ERRORS = {
@@ -92,14 +92,10 @@ def any_record_in(text: str) -> Optional[EndRecord]:
 def _parsed(text: str) -> Optional[EndRecord]:
     """The record behind its first brace."""
     try:
-        values = json.loads("{" + text)
+        record: EndRecord = read(EndRecord, json.loads("{" + text))
     except (ValueError, RecursionError):
         return None
-    if not fits(values, shape_of(EndRecord)):
-        return None
-    left_on = values["left_on"]
-    known = {name: values[name] for name in EndRecord._fields}
-    return EndRecord(**{**known, "left_on": None if left_on is None else tuple(left_on)})
+    return record
 
 
 def proof_of(key: str, code: int) -> str:

@@ -311,8 +311,8 @@ def from_json(text: str) -> _AnySpec:
             f"{kind!r} spec of version {version!r}; this code reads {sorted(kinds)} of version "
             f"{VERSION}"
         )
-    found: _AnySpec = _made(kinds[kind], values)
-    return found
+    spec: _AnySpec = read(kinds[kind], values)
+    return spec
 
 
 def _dump(kind: str, spec: Any) -> str:
@@ -332,26 +332,70 @@ def _is_spec(kind: Any) -> bool:
     return hasattr(kind, "_fields") and kind.__module__ == __name__
 
 
-def _made(kind: Any, value: Any) -> Any:
-    """A plain value as what an annotation says: a spec, a tuple, or the value itself.
+def read(kind: Any, value: Any) -> Any:
+    """A value of JSON as an annotation says: checked, with objects of the classes that it names.
+
+    A dict of annotations stands for an object with at least these keys, and ``float`` for a finite
+    number.
 
     Raises:
-        ValueError: a spec has no such field, or needs one that is not there.
+        ValueError: it is another one.
     """
-    if typing.get_origin(kind) is Union:  # Optional
-        return None if value is None else _made(typing.get_args(kind)[0], value)
-    if typing.get_origin(kind) is tuple:
-        return tuple(_made(typing.get_args(kind)[0], entry) for entry in value)
-    if not _is_spec(kind):
+    origin, kinds = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (Any, object):
         return value
+    if origin is Union or type(None) in kinds:  # ``X | None`` is of another class
+        for each in kinds:
+            with contextlib.suppress(ValueError):
+                return read(each, value)
+    elif origin in (list, tuple):
+        if isinstance(value, list):
+            if origin is list or ... in kinds:
+                kinds = kinds[:1] * len(value)
+            if len(kinds) == len(value):
+                return origin(map(read, kinds, value))
+    elif origin is not None:  # an object with any keys
+        if isinstance(value, dict):
+            return {name: read(kinds[1], each) for name, each in value.items()}
+    elif isinstance(kind, dict):
+        if isinstance(value, dict):
+            return {**value, **{name: read(each, value.get(name)) for name, each in kind.items()}}
+    elif kind is float:
+        if type(value) in (int, float) and abs(value) < _NUMBER_MAX:  # no NaN
+            return value
+    elif kind is int:
+        if type(value) is int and abs(value) < 2**63:
+            return value
+    elif hasattr(kind, "__members__"):  # an enumeration
+        return kind(value)
+    elif hasattr(kind, "__annotations__"):
+        if isinstance(value, dict):
+            return _made(kind, value)
+    elif isinstance(value, kind):
+        return value
+    raise ValueError(f"expected is {getattr(kind, '__name__', kind)}, and this is {value!r:.80}")
+
+
+def _made(kind: Any, values: Dict[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
-    unknown = set(value) - set(hints)
-    if unknown:
-        raise ValueError(f"{kind.__name__} with unknown fields {sorted(unknown)}")
+    unknown = set(values) - set(hints)
+    missing = {*getattr(kind, "__required_keys__", ())} - set(values)  # of a TypedDict
+    if unknown or missing:
+        raise ValueError(
+            f"{kind.__name__} with unknown fields {sorted(unknown)} or without {sorted(missing)}"
+        )
     try:
-        return kind(**{name: _made(hints[name], entry) for name, entry in value.items()})
+        return kind(**{name: read(hints[name], each) for name, each in values.items()})
     except TypeError as error:
         raise ValueError(f"{kind.__name__}: {error}") from error
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON can be read so."""
+    with contextlib.suppress(ValueError):
+        read(kind, value)
+        return True
+    return False
 
 
 # ---------------------------------------------------------------- rows
@@ -406,8 +450,11 @@ def job_row(value: Any) -> Optional[JobRow]:
     """
     if not isinstance(value, dict):
         raise ValueError("a row of the job table is no object")
-    given = {name: each for name, each in value.items() if each is not None}
-    row = {name: given[name] for name in _JOB if name in given and fits(given[name], _JOB[name])}
+    row = {
+        name: value[name]
+        for name, kind in _JOB.items()
+        if value.get(name) is not None and fits(value[name], kind)
+    }
     for name in ("start_time", "end_time"):
         if not 0 <= row.get(name, 0) <= _TIME_MAX_MS:
             del row[name]
@@ -440,31 +487,6 @@ def nonce_of(row: JobRow) -> str:
 def lock_of_row(row: JobRow) -> str:
     """The lock of a job's end record; empty if nothing can prove its end."""
     return str((row.get("metadata") or {}).get(LOCK_KEY, ""))
-
-
-def fits(value: Any, shape: Any) -> bool:
-    """Whether a value of JSON has a shape.
-
-    A shape is a type; a dict of shapes by key; a list of one shape, for any number of items, or of
-    several, for as many; or a tuple of shapes, one of which fits. ``float`` is any finite number,
-    ``{str: shape}`` a dict with any keys.
-    """
-    if isinstance(shape, tuple):
-        return any(fits(value, each) for each in shape)
-    if isinstance(shape, list):
-        shapes = shape * len(value) if isinstance(value, list) and len(shape) == 1 else shape
-        return (
-            isinstance(value, list) and len(value) == len(shapes) and all(map(fits, value, shapes))
-        )
-    if isinstance(shape, dict) and str in shape:
-        return isinstance(value, dict) and all(fits(each, shape[str]) for each in value.values())
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and all(fits(value.get(key), shape[key]) for key in shape)
-    if shape is float:
-        return type(value) in (int, float) and -_NUMBER_MAX < value < _NUMBER_MAX  # no NaN
-    if shape is int:
-        return type(value) is int and abs(value) < 2**63
-    return value is None if shape is None else isinstance(value, shape)
 
 
 def status_file_name(submission_id: str) -> str:
@@ -528,23 +550,5 @@ class GroupRows(TypedDict):
     roles: List[ReplicaRow]
 
 
-def shape_of(kind: Any) -> Any:
-    """The shape of an annotation; of a class with annotations that of its values by their names."""
-    shapes = [shape_of(each) for each in typing.get_args(kind) if each is not ...]
-    origin = typing.get_origin(kind)
-    if origin is Union:
-        return tuple(shapes)
-    if origin in (list, tuple):
-        return shapes
-    if origin is not None:  # a mapping
-        return {str: shapes[1]}
-    if kind is Any:
-        return object
-    if hasattr(kind, "__annotations__"):
-        return {name: shape_of(hint) for name, hint in typing.get_type_hints(kind).items()}
-    return kind
-
-
-#: The shapes of a row of the job table, of which a wrong value is left out, and of what the driver
-#: of a group and that of an array have written.
-_JOB, GROUP, ARRAY = shape_of(JobRow), shape_of(GroupRows), shape_of(ArrayRows)
+#: The types of a row's values, of which a wrong one is left out.
+_JOB = typing.get_type_hints(JobRow)

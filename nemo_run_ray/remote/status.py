@@ -6,12 +6,12 @@ import os
 import re
 import shlex
 import signal
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from .end_record import RECORDS, any_record_in
-from .spec import NONCE_KEY, JobRow, nonce_of
+from .spec import NONCE_KEY, JobRow, nonce_of, read
 
 
 class JobState(str, Enum):
@@ -217,7 +217,7 @@ class JobStatus:
     detail: str = ""
     node: str = ""
     attempt: int = 1
-    waits_for: tuple[str, ...] = ()
+    waits_for: Tuple[str, ...] = ()
     tail: str = ""
     job: str = field(default="", compare=False)
     experiment: str = field(default="", compare=False)
@@ -237,26 +237,14 @@ class JobStatus:
 
     def to_json(self) -> dict[str, Any]:
         """The status as it is written down when it is the last one."""
-        return {
-            "state": self.state.value,
-            "reason": self.reason.value,
-            "detail": self.detail,
-            "node": self.node,
-            "attempt": self.attempt,
-            "tail": self.tail,
-        }
+        left_out = ("waits_for", "job", "experiment")
+        return {name: each for name, each in asdict(self).items() if name not in left_out}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> JobStatus:
         """Inverse of ``to_json``."""
-        return cls(
-            JobState(values["state"]),
-            Reason(values["reason"]),
-            values["detail"],
-            values["node"],
-            int(values["attempt"]),
-            tail=values["tail"],
-        )
+        status: JobStatus = read(JobStatus, values)
+        return status
 
 
 def state_of_row(row: JobRow) -> JobState:

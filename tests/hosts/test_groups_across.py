@@ -76,16 +76,6 @@ def test_a_group_that_can_never_fit_says_so_and_leaves_nothing(hosts, unique):
 
 
 @pytest.mark.soak  # tests/unit/remote/group/test_placing.py has it
-def test_labels_that_no_node_has(hosts, unique):
-    job = submit(unique, hosts.cluster, client("true", label_selector={"pool": "tpu"}))
-
-    state, reason, log = finish(job)
-
-    assert (state, reason) == ("FAILED", "no node can ever take it")
-    assert "client: no node has the label pool=tpu" in log
-
-
-@pytest.mark.soak  # tests/unit/remote/group/test_placing.py has it
 def test_replicas_of_one_role_spread_beside_another(hosts, unique):
     spread = client("hostname", role="wide", nodes=3, label_selector={}, strategy="STRICT_SPREAD")
     job = submit(unique, hosts.cluster, spread, client("hostname", role="other", label_selector={}))

@@ -51,7 +51,6 @@ def embedded(local_cluster: LocalCluster, dashboard: Dashboard) -> Embedded:
 RARE = {
     "the first process is killed",
     "a replica's process is killed",  # across hosts always
-    "a service exits with 1",
     "a service hangs on SIGTERM",
 }
 OFTEN = [name for name in FAULTS if name not in RARE]

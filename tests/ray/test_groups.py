@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import secrets
-import signal
 import socket
 import sys
 
@@ -13,7 +12,6 @@ import pytest
 from nemo_run.core.execution.base import ExecutorMacros
 
 from nemo_run_ray import CommandProbe, PortProbe, RayExecutor
-from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.experiment.find import find_job
 from tests.conftest import processes_of, python, tool, wait_for
 from tests.groups import client, finish, server, submit
@@ -23,20 +21,6 @@ def lines_of(log: str, who: str) -> list[str]:
     return [
         line.removeprefix(f"{who}| ") for line in log.splitlines() if line.startswith(f"{who}| ")
     ]
-
-
-@pytest.mark.soak
-def test_400_000_lines_of_4_roles_arrive_complete_and_in_order(existing, unique):
-    count = 100_000
-    program = f"{sys.executable} -c 'for n in range({count}): print(n, \"same words\")'"
-    job = submit(unique, existing, *(client(program, role=f"r{n}") for n in range(4)))
-
-    state, _, log = finish(job)
-
-    assert state == "SUCCEEDED"
-    for number in range(4):
-        lines = lines_of(log, f"r{number}/0")
-        assert lines == [f"{n} same words" for n in range(count)]
 
 
 def test_services_are_ready_before_the_primaries_and_end_after_them(existing, unique, tmp_path):
@@ -243,55 +227,3 @@ def test_a_group_goes_on_without_its_client_and_is_found_again(existing, unique,
     again = tool("nemo-run-ray", "status", experiment_id).stdout
     assert re.search(r"client/0 +ended +0 ", again), again
     assert re.search(r"server/0 \(service\) +ended +0 ", again), again
-
-
-KILLED = """
-import os, signal, sys
-import nemo_run as run
-from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment.store import Ledger
-
-write_all = Ledger.write_all
-
-def write_and_die(self, events):
-    write_all(self, events)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-Ledger.write_all = write_and_die
-with run.Experiment(sys.argv[1]) as experiment:
-    tasks = [run.Script(inline=f"echo {n} >> {sys.argv[2]}/ran") for n in (1, 2)]
-    experiment.add(tasks, executor=RayExecutor(), name="group")
-    experiment.run()
-"""
-
-
-def test_a_group_whose_client_died_is_resumed(local_cluster, unique, tmp_path):
-    (tmp_path / "killed.py").write_text(KILLED)
-    done = python("killed.py", unique, str(tmp_path), cwd=tmp_path)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert "WAITING" in tool("nemo-run-ray", "status", unique).stdout
-
-    resumed = tool("nemo-run-ray", "resume", unique)
-
-    assert "group: handed over" in resumed.stdout, resumed.stderr
-    status = "SUCCEEDED"
-    wait_for(lambda: status in tool("nemo-run-ray", "status", unique).stdout)
-    assert sorted((tmp_path / "ran").read_text().split()) == ["1", "2"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ([{"role": "a"}, {"role": "a"}], "Two roles of the group have the name 'a'"),
-        ([{"service": True}, {"service": True}], "no primary role"),
-        ([{"ready": PortProbe("http")}, {}], "is no service"),
-        ([{"service": True, "ready": PortProbe("http")}, {}], "asks the port 'http'"),
-        ([{"role": "a b"}, {}], "'a b' cannot have this name"),
-    ],
-)
-def test_bad_groups_are_refused_before_anything_is_submitted(existing, api, unique, fields, words):
-    before = set(api.table(fresh=True))
-    roles = [client("true", **{"role": "", **one}) for one in fields]
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        submit(unique, existing, *roles)
-    assert set(api.table(fresh=True)) == before

@@ -91,9 +91,9 @@ def has_its_types(values: dict) -> bool:
     texts = {"node_id", "host", "address", "submission_id", "job_id"}
     return (
         all(isinstance(values[name], str) for name in texts & values.keys())
-        and fits(values["resources"], {str: float})
-        and fits(values.get("free"), (None, {str: float}))
-        and fits(values.get("labels", {}), {str: str})
+        and fits(values["resources"], dict[str, float])
+        and fits(values.get("free", {}), dict[str, float])
+        and fits(values.get("labels", {}), dict[str, str])
     )
 
 

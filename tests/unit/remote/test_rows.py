@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from nemo_run_ray.remote.spec import ARRAY, GROUP, fits, job_row, job_rows
+from nemo_run_ray.remote.spec import ArrayRows, GroupRows, fits, job_row, job_rows
 from nemo_run_ray.remote.status import attempt_of_row
 
 ROW = {
@@ -49,9 +49,9 @@ def test_what_is_no_job_table_is_not_taken_for_an_empty_one(table):
         job_rows(table)
 
 
-@pytest.mark.parametrize("shape", [GROUP, ARRAY], ids=["group", "array"])
+@pytest.mark.parametrize("kind", [GroupRows, ArrayRows])
 @pytest.mark.parametrize(
     "value", [*HOSTILE, None, {}, [], {"phase": "over", "roles": [1]}], ids=repr
 )
-def test_what_a_driver_did_not_write_has_not_its_shape(value, shape):
-    assert not fits(value, shape)
+def test_what_a_driver_did_not_write_has_not_its_shape(value, kind):
+    assert not fits(value, kind)

@@ -150,12 +150,6 @@ def test_a_start_timeout_does_not_count():
     assert decide(plan, table, NOW).is_over
 
 
-def test_a_permanent_exit_code_is_not_tried_again():
-    plan = dispatch_of(job_spec("a", retries=5, permanent_exit_codes=(0, 42)))
-    assert submitted(plan, {"e.a": failed("a", exit_code=43)}) == ["e.a@2"]
-    assert decide(plan, {"e.a": failed("a", exit_code=42)}, NOW).is_over
-
-
 def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
     plan = dispatch_of(job_spec("a", retries=1))
     table = {"e.a": failed("a", Reason.NODE_DIED, ended_at=NOW)}
@@ -163,11 +157,6 @@ def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
     assert submitted(plan, table, NOW + NODE_DEAD_S) == ["e.a@2"]
     assert submitted(plan, table, NOW + 10, node_dead_s=10) == ["e.a@2"]
     assert not decide(plan, table, NOW).is_over
-
-
-def test_a_number_of_thousands_of_digits_is_nobodys():
-    plan = dispatch_of(job_spec("a"))
-    assert submitted(plan, {f"e.a@{'9' * 5000}": running("stranger")}) == ["e.a"]
 
 
 def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
@@ -196,16 +185,6 @@ def test_what_runs_below_a_claim_has_an_open_end():
 # ------------------------------------------------------------------ room
 
 
-def test_only_some_start_at_the_same_moment():
-    plan = dispatch_of(*(job_spec(f"j{number}") for number in range(STARTING_MAX + 3)))
-    first = submitted(plan, {})
-    assert len(first) == STARTING_MAX
-    table = {name: pending(name.partition(".")[2], posted_at=NOW) for name in first}
-    assert submitted(plan, table) == []
-    table[first[0]] = running("j0")
-    assert submitted(plan, table) == [f"e.j{STARTING_MAX}"]
-
-
 def test_behind_one_that_waits_for_room_only_others_go_on():
     big, small = {"entrypoint_num_gpus": 8}, {"entrypoint_num_cpus": 1}
     plan = dispatch_of(
@@ -218,18 +197,6 @@ def test_behind_one_that_waits_for_room_only_others_go_on():
 
 
 # ------------------------------------------------------------------ what gets no room
-
-
-def test_what_gets_no_room_in_time_is_claimed_and_then_stopped():
-    plan = dispatch_of(job_spec("a", pending_timeout_s=60.0, retries=3))
-    table = {"e.a": pending("a", posted_at=NOW)}
-    assert decide(plan, table, NOW + 59).actions == ()
-    claim, stop = decide(plan, table, NOW + 61).actions
-    assert (claim.do, claim.submission_id, claim.why) == (Do.CLAIM, "e.a@2", NOT_PLACED)
-    assert (stop.do, stop.submission_id) == (Do.STOP, "e.a")
-    table["e.a@2"] = claimed("a", NOT_PLACED)
-    assert stopped(plan, table, NOW + 62) == ["e.a"]
-    assert status_of(plan, table, "a").reason is Reason.NOT_PLACED
 
 
 def test_starts_that_ray_gave_up_belong_to_the_same_wait():
@@ -468,16 +435,6 @@ def _strangers_fail_their_job_and_are_left_alone(scene):
             assert not ids & {attempt_id(one.id, n) for n, row in rows if row.nonce != one.nonce}
 
 
-def _what_strangers_do_changes_nothing(scene):
-    job_specs = {one.id: one for one in scene.dispatch_of.jobs}
-    ended = dict(scene.table)
-    for name, row_ in scene.table.items():
-        one = job_specs.get(name) or job_specs.get(name.partition("@")[0])
-        if one is not None and row_.nonce != one.nonce:
-            ended[name] = replace(succeeded(""), nonce=row_.nonce)
-    assert scene.decide() == replace(scene, table=ended).decide()
-
-
 def _what_must_not_go_on_is_stopped_and_nothing_else(scene):
     decision = scene.decide()
     stops = set(did(decision, Do.STOP))
@@ -562,7 +519,6 @@ _RULES = (
     _every_claim_is_final,
     _a_cancelled_chain_starts_nothing_and_stops_all,
     _strangers_fail_their_job_and_are_left_alone,
-    _what_strangers_do_changes_nothing,
     _what_must_not_go_on_is_stopped_and_nothing_else,
     _what_is_not_placed_in_time_is_claimed_before_it_is_stopped,
     _a_failure_cancels_what_depends_on_it_and_nothing_else,
@@ -604,18 +560,6 @@ def test_what_ends_before_its_allocation_is_started():
     assert not found.is_out_of_time
 
 
-def test_a_claim_of_what_needs_too_long_is_its_end():
-    plan = dispatch_of(job_spec("a", time_s=700), job_spec("b", "a"))
-    (claim,) = decide(plan, {}, 1000.0, time_left=_with(600)).actions
-    table = {claim.submission_id: row(JobState.PENDING, "a", claim=claim.why)}
-    found = decide(plan, table, 1001.0, time_left=_with(599))
-    status = found.statuses["a"]
-    assert (status.state, status.reason) == (JobState.FAILED, Reason.REFUSED)
-    assert "it needs 700 s" in status.detail
-    assert found.statuses["b"].state is JobState.CANCELLED
-    assert found.is_over
-
-
 def test_where_another_allocation_goes_on_it_waits_for_that():
     plan = dispatch_of(job_spec("a", time_s=700), job_spec("b", time_s=300), job_spec("c", "a"))
     busy = decide(plan, {"e.b": running("b")}, 1000.0, time_left=_with(600, renews=True))
@@ -641,14 +585,6 @@ def test_what_no_allocation_is_long_enough_for_is_given_up():
     plan = dispatch_of(job_spec("a", time_s=4000))
     (claim,) = decide(plan, {}, 1000.0, time_left=_with(600, 3600, renews=True)).actions
     assert "it needs 4000 s, and each allocation lasts 3600 s" in claim.why
-
-
-def test_an_attempt_that_its_allocation_has_ended_counts_and_is_tried_again():
-    ended = row(JobState.FAILED, "a", Reason.ALLOCATION)
-    once = decide(dispatch_of(job_spec("a")), {"e.a": ended}, 1000.0)
-    assert once.statuses["a"].state is JobState.FAILED
-    twice = decide(dispatch_of(job_spec("a", retries=1)), {"e.a": ended}, 1000.0)
-    assert [one.submission_id for one in twice.actions] == ["e.a@2"]
 
 
 @pytest.mark.parametrize(

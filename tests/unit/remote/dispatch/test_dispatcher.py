@@ -16,8 +16,6 @@ from nemo_run_ray.plan.job import entrypoint
 from nemo_run_ray.remote.dispatch import dispatcher
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
-    PACE_MAX_S,
-    PACE_S,
     REFUSED_AFTER_S,
     STOP_AGAIN_S,
     STOP_TRUST_S,
@@ -523,24 +521,6 @@ def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
 
 
 # ------------------------------------------------------------------ a guest on the head
-
-
-def test_the_pace_slackens_while_nothing_happens_and_quickens_when_it_does(serve):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = dispatcher_of(plan, ray)
-    one.round()
-    # Wide bounds: a look on a busy machine takes its time, and the pace regards it.
-    assert PACE_S <= one.pace_s() < PACE_MAX_S / 2
-    ray.rows["e.a"]["status"] = "RUNNING"
-    one.round()
-    for idle_s, pace_s in ((40, 2.0), (80, 4.0), (10**6, PACE_MAX_S)):
-        ray.now = NOW + idle_s
-        one.round()
-        assert one.pace_s() == pace_s
-    ray.rows["e.a"].update(FAILS)
-    one.round()
-    assert PACE_S <= one.pace_s() < PACE_MAX_S / 2
 
 
 @pytest.mark.parametrize(
