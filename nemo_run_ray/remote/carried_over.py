@@ -20,11 +20,10 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Dict, Iterable, Iterator, List, Mapping, Set, Tuple
+from typing import Dict, Iterator, List, Mapping, Set, Tuple
 
 from .files import LIFE, RUN
-from .spec import JobRow, JobRows, job_rows
+from .spec import JobRow, JobRows, rows_in
 from .status import first_id, is_active, is_pending
 
 #: Names in the folder of a cluster, of an allocation and of a run.
@@ -36,30 +35,30 @@ _NOT_STARTED = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 ALLOCATION_ENDED = "NEMO_RUN_RAY_ALLOCATION_ENDED"
 
 
-@dataclass(frozen=True)
-class PreviousRun:
-    """The files of a run that is over."""
-
-    table: str  # Ray's job table as JSON; empty if there was none
-    written_at: float  # seconds since the epoch, when the table was written last
-    why: str = ""  # why the run was over; empty if unknown
-    is_over: bool = True  # as far as anybody can know
-
-
-def rows_of(runs: Iterable[PreviousRun], kept: Set[str]) -> JobRows:
-    """The rows of kept dispatches after the end of their allocations.
+def rows_of(
+    table: str, kept: Set[str], written_at: float, why: str = "", is_over: bool = True
+) -> JobRows:
+    """The rows of kept dispatches in the job table of an earlier run.
 
     Args:
-        runs: the first one first.
+        table: Ray's, as JSON; empty if there was none.
         kept: first ids of the dispatches' dispatchers and jobs.
+        written_at: seconds since the epoch, when the table was written last.
+        why: the reason why the run was over; empty if unknown.
+        is_over: as far as anybody can know. A job that had not ended has ended with its run.
     """
     rows: Dict[str, JobRow] = {}
-    for run in runs:
-        with suppress(ValueError):
-            for row in job_rows(json.loads(run.table or "[]")):
-                name = str(row["submission_id"])
-                if first_id(name) in kept:
-                    rows[name] = _ended(row, run)
+    for name, row in rows_in(table).items():
+        if first_id(name) in kept:
+            rows[name] = row
+            if is_over and is_active(row):
+                rows[name] = {
+                    **row,
+                    "status": "FAILED",
+                    "end_time": int(written_at * 1000),
+                    "error_type": _NOT_STARTED if is_pending(row) else ALLOCATION_ENDED,
+                    "message": f"its allocation of Slurm has ended: {why}".rstrip(": "),
+                }
     return rows
 
 
@@ -82,7 +81,7 @@ def rows_before(allocation: str, run: str) -> JobRows:
             end = os.path.join(folder, "end.json")
             with suppress(FileNotFoundError, ValueError), open(end, encoding="utf-8") as file:
                 why = str(json.load(file)["why"])
-            return rows_of([PreviousRun(table, written_at, why)], kept_ids(allocation))
+            return rows_of(table, kept_ids(allocation), written_at, why)
     return {}
 
 
@@ -135,20 +134,6 @@ def exists(path: str) -> bool:
         os.stat(path)
         return True
     return False
-
-
-def _ended(row: JobRow, run: PreviousRun) -> JobRow:
-    """A row without its Ray: a job that had not ended has ended with it."""
-    if not is_active(row) or not run.is_over:
-        return row
-    why = f": {run.why}" if run.why else ""
-    changes: Mapping[str, object] = {
-        "status": "FAILED",
-        "end_time": int(run.written_at * 1000),
-        "error_type": _NOT_STARTED if is_pending(row) else ALLOCATION_ENDED,
-        "message": f"its allocation of Slurm has ended{why}",
-    }
-    return {**row, **changes}  # type: ignore[typeddict-item]
 
 
 def _runs_before(allocation: str, run: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ from nemo_run_ray.clusters.slurm import on_login
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, NemoRunRayError
 from nemo_run_ray.remote import files
-from nemo_run_ray.remote.carried_over import PreviousRun, rows_of
+from nemo_run_ray.remote.carried_over import rows_of
 from nemo_run_ray.remote.slurm.folder import JOB_LOGS, HeadAddress, RunEnd
 from nemo_run_ray.remote.spec import JobRows, rows_in
 
@@ -193,18 +193,14 @@ class History:
         if session and len(self.runs) == 1:
             return rows_in(own)
         # Each run has carried the rows of those before it over into its own table.
-        runs = [
-            PreviousRun(
-                run.table,
-                run.written_at,
-                "" if run.end is None else run.end.why,
-                # The newest one may be up by now, whatever was seen a moment ago.
-                is_over=is_up or run.end is not None or run is not self.runs[0],
-            )
-            for run in self.runs
-            if run.table
-        ]
-        return {**rows_in(own), **rows_of(runs[:1], set(self.kept))}
+        run = next((run for run in self.runs if run.table), None)
+        if run is None:
+            return rows_in(own)
+        # The newest one may be up by now, whatever was seen a moment ago.
+        is_over = is_up or run.end is not None or run is not self.runs[0]
+        why = "" if run.end is None else run.end.why
+        kept = rows_of(run.table, set(self.kept), run.written_at, why, is_over)
+        return {**rows_in(own), **kept}
 
 
 class Allocations:

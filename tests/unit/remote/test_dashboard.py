@@ -117,21 +117,6 @@ def test_requests_are_those_of_rays_api(script):
     assert {one["Content-Type"] for one in script.headers} == {"application/json"}
 
 
-def test_one_connection_serves_all_requests(script):
-    api = DashboardClient(script.url)
-    script.keeps_alive = True
-    for _ in range(4):
-        script.says(200, VERSION)
-        api.session()
-    script.says(500, "oops")
-    with pytest.raises(Unanswered):
-        api.stop("e.a")
-    assert len(script.connections) == 1
-    script.keeps_alive = False
-    script.says(200, VERSION)
-    api.session()
-
-
 # ------------------------------------------------------------------ the job table
 
 

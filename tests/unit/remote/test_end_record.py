@@ -149,20 +149,6 @@ def test_a_node_that_does_not_answer_is_asked_once_for_all_of_its_jobs():
     assert len(logs.asked) == 1
 
 
-def test_a_look_waits_for_one_node_of_many_that_are_cut_off():
-    logs = Logs()
-
-    def slow(node: str, name: str) -> None:
-        logs.now += 3
-        logs.asked.append(name)
-
-    ends = LostEnds(slow, lambda: logs.now)
-    rows = [{**OVERWRITTEN, "driver_node_id": f"n{number}"} for number in range(100)]
-    for row in rows:
-        assert ends.restored(row) is row
-    assert len(logs.asked) == 1
-
-
 def test_a_look_at_many_such_rows_asks_for_few_of_them():
     rows = [{**OVERWRITTEN, "submission_id": f"job{number}"} for number in range(100)]
     logs = Logs(**{row["submission_id"]: end("exit code 0", 0, "NONE") for row in rows})

@@ -25,10 +25,6 @@ _UV = f"""{_TRACEBACK}\
       cause: Because nope was not found in the package registry and you require nope, we can \
 conclude that your requirements are unsatisfiable.
 """
-_OLD_UV = f"""{_TRACEBACK}\
-      \N{MULTIPLICATION SIGN} No solution found when resolving dependencies:
-      ╰─▶ Because nope was not found in the package registry and you require nope,
-"""
 _CONDA = """\
 [Node 10.0.0.1] Traceback (most recent call last):
   File "/v/ray/_private/runtime_env/conda.py", line 340, in _create
@@ -59,11 +55,6 @@ _USAGE = f"""{_TRACEBACK}\
 
     no such option: --nope
 """
-_CLONE = f"""{_TRACEBACK}\
-    Usage: _clonevirtualenv.py [options] /path/to/existing/venv /path/to/cloned/venv
-
-    _clonevirtualenv.py: error: dest dir '/tmp/v' exists
-"""
 _STILL_SLOW = (
     'Traceback (most recent call last):\n  File "/p/asyncio/tasks.py", line 502, in wait_for\n'
     "    raise exceptions.TimeoutError() from exc\nTimeoutError\n"
@@ -81,7 +72,6 @@ _SLOW = (
     [
         (_PIP, "No matching distribution found for nope"),
         (_UV, "No solution found when resolving dependencies / cause: Because nope was not"),
-        (_OLD_UV, "No solution found when resolving dependencies: / ╰─▶ Because nope was not"),
         (_CONDA, "ValueError: Could not find Conda executable at conda."),
         (_PODMAN, "Error: initializing source: name unknown"),
         (_NO_PODMAN, "podman is not on the PATH of that node's Ray; an image needs it"),
@@ -90,7 +80,6 @@ _SLOW = (
         (f"[Node 10.0.0.1] {_SLOW}", "Failed to install runtime_env within the timeout of 60 s"),
         (_STILL_SLOW, "it took too long; raise `setup_timeout_seconds` in its `config`"),
         (_USAGE, "no such option: --nope"),
-        (_CLONE, "_clonevirtualenv.py: error: dest dir '/tmp/v' exists"),
         (f"{_TRACEBACK}    a strange tool\n    gave up\n", "a strange tool / gave up"),
         (
             f"{_TRACEBACK}    /v/bin/python: No module named pip\n",

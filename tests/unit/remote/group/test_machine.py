@@ -179,22 +179,6 @@ def test_a_stop_ends_all_that_runs_and_then_the_group(data):
     assert world.is_over
 
 
-@given(st.data())
-@settings(max_examples=80, deadline=None)
-def test_a_service_is_started_once_more_than_it_has_restarts_at_most(data):
-    world = World(data.draw(groups()))
-    limits = {key: 1 + one.restarts for key, one in world.group.replicas.items()}
-    for _ in range(60):
-        events = [
-            event
-            for event in world.plausible()
-            if event.kind is not Kind.EXITED or event.replica_id not in world.primaries
-        ]
-        if events:
-            world.step(data.draw(st.sampled_from(events)))
-    assert all(world.starts.get(key, 0) <= limit for key, limit in limits.items())
-
-
 # ---------------------------------------------------------------------- examples
 
 
@@ -241,34 +225,6 @@ def test_services_start_when_all_are_prepared_and_primaries_when_all_services_ar
     assert after(group, *ready(keys[0])) == [(START, TRAIN0)]
 
 
-def test_when_the_last_primary_is_done_the_services_are_ended():
-    group = group_in(Phase.PRIMARIES)
-    assert after(group, exited(TRAIN0), exited(TRAIN1)) == []
-    assert after(group, exited(EVAL)) == ends(SERVER)
-    after(group, exited(SERVER, 137))
-    assert (group.phase, group.outcome) == (Phase.OVER, DONE)
-
-
-@pytest.mark.parametrize("phase", [Phase.SERVICES, Phase.PRIMARIES])
-@pytest.mark.parametrize(("code", "group_code"), [(0, 1), (1, 1), (3, 3), (139, 139)])
-def test_a_service_that_ends_early_fails_the_group(phase, code, group_code):
-    group = group_in(phase)
-    orders = after(group, exited(SERVER, code))
-    words = f"the service server/0 ended before the primaries: exit code {code}"
-    assert group.outcome == Outcome(group_code, Reason.SERVICE_ENDED, words)
-    assert orders == (ends(TRAIN0, TRAIN1, EVAL) if phase is Phase.PRIMARIES else [])
-
-
-def test_a_service_is_started_again_while_primaries_run():
-    group = group_in(Phase.PRIMARIES, restarts=1)
-    assert after(group, exited(SERVER, 3)) == [(START, SERVER)]
-    assert (group.phase, group.outcome) == (Phase.PRIMARIES, None)
-    assert after(group, *ready(SERVER)) == []  # the primaries run already
-    assert after(group, exited(SERVER, 4)) == ends(TRAIN0, TRAIN1, EVAL)
-    assert group.outcome is not None
-    assert (group.outcome.code, group.outcome.cause) == (4, Reason.SERVICE_ENDED)
-
-
 def test_a_service_that_starts_again_before_the_primaries_is_waited_for_again():
     group = group_of((("a", 0), True, 1), (("a", 1), True, 1), (TRAIN0, False, 0))
     after(group, PLACED, *prepared(*group.replicas), *ready(("a", 0)))
@@ -289,69 +245,77 @@ def test_the_probes_answer_is_shown_until_the_service_is_ready_or_starts_again(c
         assert not_ready(group_rows(group, {}, "")) == []
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_a_service_that_is_not_ready_in_time_fails_the_group(restarts):
-    late = Event(Kind.UNREADY, SERVER, "refused")
-    group = group_in(Phase.SERVICES, restarts)
-    assert after(group, late) == ends(SERVER)
-    assert group.outcome == Outcome(1, Reason.NOT_READY, "server/0: refused")
-    again = group_in(Phase.PRIMARIES, restarts=1)
-    assert after(again, exited(SERVER, 1), late) == ends(SERVER, TRAIN0, TRAIN1, EVAL)
+def lost(replica_id: ReplicaId) -> Event:
+    return Event(Kind.LOST, replica_id, "node n1 died")
 
 
-def test_the_first_failing_primarys_code_wins_while_other_roles_continue():
-    group = group_in(Phase.PRIMARIES)
-    assert after(group, exited(EVAL, 5)) == []
-    assert after(group, exited(TRAIN0, 7)) == ends(TRAIN1)
-    assert after(group, exited(TRAIN1, 143)) == ends(SERVER)
-    after(group, exited(SERVER))
-    assert group.outcome == Outcome(5, Reason.EXIT_CODE, "eval/0: exit code 5")
+def early(code: int, group_code: int) -> Outcome:
+    words = f"the service server/0 ended before the primaries: exit code {code}"
+    return Outcome(group_code, Reason.SERVICE_ENDED, words)
 
 
-@pytest.mark.parametrize("replica_id", [SERVER, TRAIN0, EVAL])
-@pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.SERVICES, Phase.PRIMARIES])
-def test_a_lost_node_fails_the_group(phase, replica_id):
-    group = group_in(phase)
-    running = [key for key, one in group.replicas.items() if one.life.runs and key != replica_id]
-    orders = after(group, Event(Kind.LOST, replica_id, "node n1 died"))
-    words = f"{replica_id[0]}/0: node n1 died"
-    assert group.outcome == Outcome(1, Reason.NODE_DIED, words)
-    assert orders == ends(*running)
-    assert (group.phase is Phase.OVER) == (not running)
-
-
-def test_a_lost_node_does_not_matter_before_the_placing_or_after_its_replicas_end():
-    group = group_in(Phase.PLACING)
-    assert after(group, Event(Kind.LOST, SERVER)) == []
-    group = group_in(Phase.PRIMARIES)
-    assert after(group, exited(TRAIN0), Event(Kind.LOST, TRAIN0)) == []
-    assert group.outcome is None
-    group = group_in(Phase.ENDING)
-    after(group, Event(Kind.LOST, SERVER))
-    assert (group.phase, group.outcome) == (Phase.OVER, DONE)
+_LATE = Event(Kind.UNREADY, SERVER, "refused")
+_NOT_READY = Outcome(1, Reason.NOT_READY, "server/0: refused")
+_STOPPED = Outcome(143, Reason.CANCELLED, "cancelled")
+_PRIMARIES = ends(TRAIN0, TRAIN1, EVAL)
+_FIVE = Outcome(5, Reason.EXIT_CODE, "eval/0: exit code 5")
 
 
 @pytest.mark.parametrize(
-    ("phase", "event", "outcome"),
+    ("phase", "restarts", "events", "orders", "outcome"),
     [
+        (Phase.PRIMARIES, 0, [exited(TRAIN0), exited(TRAIN1), exited(EVAL)], ends(SERVER), DONE),
+        (Phase.SERVICES, 0, [exited(SERVER)], [], early(0, 1)),
+        (Phase.PRIMARIES, 0, [exited(SERVER, 139)], _PRIMARIES, early(139, 139)),
+        (Phase.PRIMARIES, 1, [exited(SERVER, 3)], [(START, SERVER)], None),
+        (Phase.PRIMARIES, 1, [exited(SERVER, 3), exited(SERVER, 4)], _PRIMARIES, early(4, 4)),
+        (Phase.SERVICES, 2, [_LATE], ends(SERVER), _NOT_READY),
+        (Phase.PRIMARIES, 1, [exited(SERVER, 1), _LATE], ends(SERVER) + _PRIMARIES, _NOT_READY),
+        (Phase.PRIMARIES, 0, [exited(EVAL, 5), exited(TRAIN0, 7)], ends(TRAIN1), _FIVE),
+        (
+            Phase.PRIMARIES,
+            0,
+            [exited(EVAL, 5), exited(TRAIN0, 7), exited(TRAIN1, 143)],
+            ends(SERVER),
+            _FIVE,
+        ),
+        (Phase.PRIMARIES, 0, [exited(TRAIN0), lost(TRAIN0)], [], None),
+        (Phase.ENDING, 0, [lost(SERVER)], [], DONE),
+        (
+            Phase.PRIMARIES,
+            0,
+            [lost(SERVER)],
+            _PRIMARIES,
+            Outcome(1, Reason.NODE_DIED, "server/0: node n1 died"),
+        ),
+        (
+            Phase.PREPARING,
+            0,
+            [lost(EVAL)],
+            [],
+            Outcome(1, Reason.NODE_DIED, "eval/0: node n1 died"),
+        ),
+        (Phase.PLACING, 0, [STOP], [], _STOPPED),
+        (Phase.PRIMARIES, 2, [STOP, exited(SERVER, 1)], [], _STOPPED),
         (
             Phase.PLACING,
-            Event(Kind.REFUSED, None, "CPU 900", cause=Reason.UNSCHEDULABLE),
+            0,
+            [Event(Kind.REFUSED, None, "CPU 900", cause=Reason.UNSCHEDULABLE)],
+            [],
             Outcome(1, Reason.UNSCHEDULABLE, "CPU 900"),
         ),
         (
             Phase.PREPARING,
-            Event(Kind.UNPREPARED, TRAIN1, "port 80 is taken"),
-            Outcome(1, Reason.NOT_STARTED, "train/1: port 80 is taken"),
-        ),
-        (
-            Phase.PREPARING,
-            Event(Kind.UNPREPARED, TRAIN1, "no uv", cause=Reason.RUNTIME_ENV),
+            0,
+            [Event(Kind.UNPREPARED, TRAIN1, "no uv", cause=Reason.RUNTIME_ENV)],
+            [],
             Outcome(1, Reason.RUNTIME_ENV, "train/1: no uv"),
         ),
     ],
 )
-def test_a_group_that_cannot_start_finishes_with_the_cause(phase, event, outcome):
-    group = group_in(phase)
-    assert after(group, event) == []
-    assert (group.phase, group.outcome) == (Phase.OVER, outcome)
+def test_events_give_orders_and_the_first_outcome_counts(phase, restarts, events, orders, outcome):
+    group = group_in(phase, restarts)
+    assert after(group, *events) == orders
+    assert group.outcome == outcome
+    is_over = outcome is not None and not any(one.life.runs for one in group.replicas.values())
+    assert (group.phase is Phase.OVER) == is_over

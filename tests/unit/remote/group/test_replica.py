@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -540,20 +539,6 @@ def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     site.pull()
     assert site.reports[-1] == gone
     assert site.relays.close()
-
-
-def test_the_death_of_our_process_leaves_no_folder_on_an_embedded_ray(make, tmp_path, monkeypatch):
-    """There the actor's TMPDIR is Ray's, and the role's processes get the caller's again."""
-    (tmp_path / "callers").mkdir()
-    monkeypatch.setenv("NEMO_RUN_RAY_TMPDIR", str(tmp_path / "callers"))
-    site = make()
-    site.run(_role(_shell("pwd; exec sleep 1000")))
-    site.says("\n")
-    run_dir = Path(site.text.strip()).parent.parent
-    assert run_dir.is_relative_to(tmp_path / "callers")
-    os.kill(site.process(), signal.SIGKILL)
-    site.until("gone")
-    assert not run_dir.exists()
 
 
 def test_reports_are_whole_when_our_process_dies_in_the_middle_of_one(site):
