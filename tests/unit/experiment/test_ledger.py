@@ -94,7 +94,7 @@ _NO_RECORDS = (
     b'{"id": "exp.c", "event": "intent"}',
     b'{"id": ["exp.a"], "event": "submitted"}',
     b'{"id": "exp.a", "event": "terminal"}',
-    b'{"id": "exp.a", "event": "terminal", "status": {"state": "SUCCEEDED"}}',
+    b'{"id": "exp.a", "event": "terminal", "status": {"state": "ODD"}}',
     b'{"id": "exp.a", "event": "seen", "attempts": [1]}',
     b'{"id": "exp.a", "event": "seen", "attempts": [{"submission_id": "exp.a", "state": "ODD"}]}',
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "cluster": "local"}).encode(),
