@@ -106,11 +106,10 @@ class DashboardClient:
     def alive_nodes(self) -> List[Dict[str, Any]]:
         """Ray's rows of the living nodes, with ``node_id`` and ``node_ip``."""
         answer = self._object("/api/v0/nodes?limit=10000")
-        shape = {"data": {"result": {"result": list}}}
-        rows: List[Any] = answer["data"]["result"]["result"] if fits(answer, shape) else [None]
-        if not all(fits(row, _NODE) for row in rows):
+        shape = {"data": {"result": {"result": [_NODE]}}}
+        if not fits(answer, shape):
             raise UnknownAnswer(f"{self.url} gave a list of nodes that is not Ray's")
-        return [row for row in rows if row["state"] == "ALIVE"]
+        return [row for row in answer["data"]["result"]["result"] if row["state"] == "ALIVE"]
 
     def rows(self) -> Iterator[JobRow]:
         """The job table, a row at a time.

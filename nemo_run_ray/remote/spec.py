@@ -335,8 +335,8 @@ def _is_spec(kind: Any) -> bool:
 def read(kind: Any, value: Any) -> Any:
     """A value of JSON as an annotation says: checked, with objects of the classes that it names.
 
-    A dict of annotations stands for an object with at least these keys, and ``float`` for a finite
-    number.
+    A dict of annotations stands for an object with at least these keys, a list of one for a list of
+    such values, and ``float`` for a finite number.
 
     Raises:
         ValueError: it is another one.
@@ -357,6 +357,9 @@ def read(kind: Any, value: Any) -> Any:
     elif origin is not None:  # an object with any keys
         if isinstance(value, dict):
             return {name: read(kinds[1], each) for name, each in value.items()}
+    elif isinstance(kind, list):
+        if isinstance(value, list):
+            return [read(kind[0], each) for each in value]
     elif isinstance(kind, dict):
         if isinstance(value, dict):
             return {**value, **{name: read(each, value.get(name)) for name, each in kind.items()}}
