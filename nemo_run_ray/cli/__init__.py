@@ -1,6 +1,6 @@
 """The command line."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -23,3 +23,12 @@ class _Plain(Console):
 
 #: The console of all verbs; logs and JSON are printed without it.
 out = _Plain()
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print one line for each row, however long, so that ``grep`` finds it."""
+    lines = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print(shown("  ".join(cells).rstrip()))

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray import clusters as kinds
-from nemo_run_ray.cli import out
+from nemo_run_ray.cli import out, print_table
 from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 
@@ -44,8 +44,7 @@ def up(
             f"{cluster!r} says how large its allocation is."
         )
     dashboard = replace(found, keep=True, **given).connect()
-    out.print(f"{_title(found)} is up: {dashboard.url}")
-    out.print(f"Stop it with: {_down(cluster)}")
+    out.print(f"The {_title(found)} is up: {dashboard.url}\nStop it with: {_down(cluster)}")
 
 
 def down(
@@ -56,18 +55,16 @@ def down(
 ) -> None:
     """Stop such a cluster, when its jobs have ended; how they ended is noted first."""
     cluster = cluster_of_ours(name)
-    title = _title(cluster)
     dashboard = cluster.find()
-    if dashboard is None:
-        # What an embedded Ray that has died has left is kept; a job of Slurm may wait in the queue.
+    archive = None
+    if dashboard is None:  # it may have died; an allocation may wait in Slurm's queue
         archive = cluster.archive()
-        ended = archive.sentence if archive else f"No {title[4:]} is up."
-        was_there = cluster.stop()
-        out.print(f"{title} is stopped." if was_there else ended)
-        return
-    _end_jobs(cluster, dashboard, force, name)
-    cluster.stop()
-    out.print(f"{title} is stopped.")
+    else:
+        _end_jobs(cluster, dashboard, force, name)
+    if cluster.stop() or dashboard:
+        out.print(f"The {_title(cluster)} is stopped.")
+    else:
+        out.print(archive.sentence if archive else f"No {_title(cluster)} is up.")
 
 
 def stop_unused(state_dir: str) -> None:
@@ -95,8 +92,7 @@ def _end_jobs(
         busy = active(api.table(fresh=True))
         if busy and not force:
             raise JobError(
-                f"{len(busy)} job(s) still run on {_title(cluster)[:1].lower()}"
-                f"{_title(cluster)[1:]}: {', '.join(busy)}. Cancel "
+                f"{len(busy)} job(s) still run on the {_title(cluster)}: {', '.join(busy)}. Cancel "
                 f"them, or cancel all and stop it: {_down(name)} --force"
             )
         if busy:
@@ -113,8 +109,8 @@ def _end_jobs(
 
 def _title(cluster: LocalCluster | SlurmCluster) -> str:
     if isinstance(cluster, kinds.LocalCluster):
-        return "The embedded Ray"
-    return f"The allocation of the cluster {cluster.name!r} on Slurm"
+        return "embedded Ray"
+    return f"allocation of the cluster {cluster.name!r} on Slurm"
 
 
 def _down(name: str | None) -> str:
@@ -159,20 +155,34 @@ def doctor(
 ) -> None:
     """Check that a cluster can be reached and used. Exit code 1 when something is broken."""
     from nemo_run_ray.cluster_files.check import look
-    from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
+    from nemo_run_ray.cluster_files.resolve import cluster_of
 
-    if name is not None and cluster not in (None, name):
+    if cluster not in (None, name) and name is not None:
         raise ConfigError(f"Give one cluster file, not {name!r} and --cluster {cluster!r}.")
-    name = name if name is not None else cluster
+    name = cluster if name is None else name
     if name is None:
-        _show_checks(look(dashboard_of(cluster_at(address))), as_json)
+        rows = look(dashboard_of(cluster_at(address)))
     elif address is not None:
         raise ConfigError("Give a cluster file's name or an --address, not both.")
     else:
-        loaded = load(name)
-        check_fields_of(loaded)
-        _show_checks(look(dashboard_of(cluster_of(loaded)), loaded), as_json)
+        loaded = _load(name)
+        rows = look(dashboard_of(cluster_of(loaded)), loaded)
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows], indent=1))
+    else:
+        out.print(checks_table(rows))
+    if any(row.state.value == _BROKEN for row in rows):
+        raise typer.Exit(1)
+
+
+def _load(name: str) -> Document:
+    """A cluster file whose values are right."""
+    from nemo_run_ray.cluster_files.load import load
+    from nemo_run_ray.cluster_files.resolve import check_fields_of
+
+    loaded = load(name)
+    check_fields_of(loaded)
+    return loaded
 
 
 def cluster_at(address: str | None) -> Cluster:
@@ -212,29 +222,15 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
     return dashboard
 
 
-def _show_checks(rows: Sequence[CheckRow], as_json: bool) -> None:
-    """Print what was found.
-
-    Raises:
-        typer.Exit: something is broken.
-    """
-    if as_json:
-        print(json.dumps([row.to_json() for row in rows], indent=1))
-    else:
-        out.print(checks_table(rows))
-    if any(row.state.value == _BROKEN for row in rows):
-        raise typer.Exit(1)
-
-
 def checks_table(rows: Sequence[CheckRow]) -> Group:
     """The lines for people, and how many there are of each kind."""
     grid = Table("check", "state", "what was found", box=None, pad_edge=False)
     for row in rows:
         step = f"\n-> {row.next_step}" if row.next_step else ""
         state = Text(row.state.value, _COLORS[row.state.value])
-        grid.add_row(Text(row.check), state, Text(f"{row.message}{step}"))
+        grid.add_row(row.check, state, f"{row.message}{step}")
     counts = [(name, sum(row.state.value == name for row in rows)) for name in _COLORS]
-    return Group(grid, Text("\n" + ", ".join(f"{count} {name}" for name, count in counts if count)))
+    return Group(grid, "\n" + ", ".join(f"{count} {name}" for name, count in counts if count))
 
 
 _NAME = re.compile(r"[\w-]{1,100}")
@@ -299,28 +295,28 @@ def _list_files(as_json: bool) -> None:
         rows.append({**problem, "error": str(error)})
     if as_json:
         print(json.dumps(rows, indent=1))
-    elif not rows:
+    elif rows:
+        columns = ("name", "kind", "where", "pools", "path")
+        cells = [
+            {
+                **row,
+                "where": row["error"].partition("\n")[0] or row["where"],
+                "pools": ", ".join(row["pools"]),
+            }
+            for row in rows
+        ]
+        print_table(columns, [[row[column] for column in columns] for row in cells])
+    else:
         folders = ", ".join(str(folder) for folder in load.folders())
         out.print(
             f"There are no cluster files in {folders or 'any folder'}. `nemo-run-ray init` writes "
             "one; docs/clusters.md describes them.",
         )
-    else:
-        table = Table(box=None, pad_edge=False)
-        for title in ("name", "kind", "where", "pools", "path"):
-            table.add_column(title, overflow="fold")
-        for row in rows:
-            pools = ", ".join(row["pools"])
-            problem = row["error"].partition("\n")[0].removeprefix(f"{row['path']}:")
-            line = "line " if problem[:1].isdigit() else ""
-            where = f"{line}{problem}" if problem else row["where"]
-            table.add_row(row["name"], row["kind"], where, pools, row["path"])
-        out.print(table)
 
 
 def _row(path: str) -> dict[str, Any]:
-    from nemo_run_ray.cluster_files.load import is_for_others, load
-    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
+    from nemo_run_ray.cluster_files.load import is_for_others
+    from nemo_run_ray.cluster_files.resolve import cluster_of
 
     file, _, profile = path.partition(".toml:")
     stem = profile or os.path.splitext(os.path.basename(file))[0]
@@ -329,48 +325,43 @@ def _row(path: str) -> dict[str, Any]:
         other = is_for_others(Path(f"{file}.toml" if profile else path), profile or None)
         if other:
             return row | {"kind": other, "where": "not for Ray"}
-        loaded = load(path)
-        check_fields_of(loaded)
+        loaded = _load(path)
         row |= {"kind": loaded.format, "pools": list(loaded.file.pools)}
-        row["where"] = _address(cluster_of(loaded))
+        cluster = cluster_of(loaded)
+        if isinstance(cluster, kinds.SlurmCluster):
+            row["where"] = f"Slurm, {cluster.executor.tunnel.key}"
+        else:
+            row["where"] = getattr(cluster, "url", "the embedded Ray")
     except ConfigError as error:
         row["error"] = str(error)
     return row
 
 
-def _address(cluster: Cluster) -> str:
-    if isinstance(cluster, kinds.SlurmCluster):
-        return f"Slurm, {cluster.executor.tunnel.key}"
-    return getattr(cluster, "url", "the embedded Ray")
-
-
 def _show_file(name: str, as_json: bool) -> None:
-    from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
+    from nemo_run_ray.cluster_files.resolve import cluster_of
 
-    loaded = load(name)
-    check_fields_of(loaded)
+    loaded = _load(name)
     cluster_of(loaded)
-    rows = [
-        {"key": key, "value": value, "source": source} for key, value, source in _values(loaded)
-    ]
-    ignored = [
-        {"key": key.key, "reason": key.reason, "source": key.where} for key in loaded.ignored
-    ]
+    rows, ignored = list(_values(loaded)), loaded.ignored
     if as_json:
-        found = {"path": str(loaded.path), "format": loaded.format}
-        print(json.dumps({**found, "values": rows, "ignored": ignored}, indent=1, default=str))
+        found = {
+            "path": str(loaded.path),
+            "format": loaded.format,
+            "values": [{"key": key, "value": value, "source": where} for key, value, where in rows],
+            "ignored": [
+                {"key": key.key, "reason": key.reason, "source": key.where} for key in ignored
+            ],
+        }
+        print(json.dumps(found, indent=1, default=str))
         return
     out.print(f"{loaded.path} ({loaded.format})")
-    table = Table(box=None, pad_edge=False)
-    for title in ("key", "value", "from"):
-        table.add_column(title, overflow="fold")
     folder = f"{loaded.path.parent}{os.sep}"
-    for row in rows:
-        table.add_row(row["key"], str(row["value"]), row["source"].removeprefix(folder))
-    out.print(table)
+    print_table(
+        ("key", "value", "from"),
+        [(key, str(value), source.removeprefix(folder)) for key, value, source in rows],
+    )
     for key in ignored:
-        out.print(f"ignored: {key['key']} ({key['source']}): {key['reason']}")
+        out.print(f"ignored: {key.key} ({key.where}): {key.reason}")
 
 
 def _values(loaded: Document) -> Iterator[tuple[str, Any, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,18 +19,18 @@ import typer
 from nemo_run.core.frontend.console.api import CONSOLE
 from rich.live import Live
 
-from nemo_run_ray.cli import out
+from nemo_run_ray.cli import out, print_table
 from nemo_run_ray.cli.clusters import clusters, doctor, down, init, up
-from nemo_run_ray.errors import NO_SPACE, ConfigError, JobError, NemoRunRayError, shown
-from nemo_run_ray.nemo import registry
+from nemo_run_ray.errors import NO_SPACE, ConfigError, JobError, NemoRunRayError
 
 if TYPE_CHECKING:
     from nemo_run_ray.cli.status_report import StatusReport
     from nemo_run_ray.experiment.elements import Element
     from nemo_run_ray.experiment.job import RemoteJob
 
-_ELEMENT_COLUMNS = ("element", "state", "attempts", "exit code", "values", "reason")
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
+Experiment = Annotated[str, typer.Argument(help="Its id or title.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
 #: Typer's settings of a verb that hands all its arguments to another command, also ``--help``.
@@ -43,7 +44,7 @@ _AS_THEY_ARE = {
 
 def status(
     name: Name,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
     once: Annotated[
         bool, typer.Option("--once", help="Look once, do not follow; see its exit code.")
     ] = False,
@@ -54,13 +55,11 @@ def status(
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
     from nemo_run_ray.cli.status_report import observe
-    from nemo_run_ray.experiment.find import find
 
-    jobs = find(name)
     if elements is not None:
-        _print_elements(_one(name, jobs, job).select_elements(elements), as_json)
+        _print_elements(_job(name, job).select_elements(elements), as_json)
         return
-    jobs = _chosen(name, jobs, job)
+    jobs = _jobs(name, job)
     report = observe(jobs)
     if as_json:
         print(report.as_json())
@@ -100,16 +99,14 @@ def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
 
 
 def timeline(
-    experiment: Annotated[str, typer.Argument(help="Its id or title.")],
+    experiment: Experiment,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")],
 ) -> None:
     """Write a page that shows when each job of an experiment waited, ran and ended."""
     from nemo_run_ray.cli.status_report import timeline_page
-    from nemo_run_ray.experiment.find import find
 
-    jobs = find(experiment)
-    folder = jobs[0].record.exp_dir
-    page = timeline_page(folder.name, folder, jobs, time.time())
+    jobs = _jobs(experiment)
+    page = timeline_page(jobs, time.time())
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -131,16 +128,15 @@ def logs(
         bool, typer.Option("--raw", help="With Ray's lines and the package's last one.")
     ] = False,
 ) -> None:
-    """What a job has printed."""
-    from nemo_run_ray.experiment.find import find
+    """Print the output of a job."""
     from nemo_run_ray.experiment.logs import lines, of_element, only
 
-    found = _one(name, find(name), job)
+    found = _job(name, job)
     if role:
-        _must_have_role(found, role)
+        _check_role(found, role)
     text = (found.log if raw else found.output)(follow)
     if element is not None:
-        _must_have_element(found, element)
+        _check_element(found, element)
         text = of_element(element, lines(text))
     for piece in only(role, lines(text)) if role else text:
         sys.stdout.write(piece)
@@ -148,47 +144,44 @@ def logs(
 
 
 def _print_elements(elements: Sequence[Element], as_json: bool = False) -> None:
-    """Print one line for each element, however long, so that ``grep`` finds it."""
     if as_json:
         print(json.dumps([asdict(element) for element in elements], indent=1))
         return
     if not elements:
         print("There is no such element.")
         return
-    rows = [_ELEMENT_COLUMNS, *map(_element_cells, elements)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(shown("  ".join(cells).rstrip()))
+    rows = [
+        (
+            str(element.index),
+            element.state,
+            str(element.attempts),
+            "" if element.exit_code is None else str(element.exit_code),
+            ", ".join(f"{field}={value}" for field, value in element.values.items()),
+            " ".join(element.reason.split()),
+        )
+        for element in elements
+    ]
+    print_table(("element", "state", "attempts", "exit code", "values", "reason"), rows)
 
 
-def _element_cells(element: Element) -> tuple[str, ...]:
-    values = ", ".join(f"{field}={value}" for field, value in element.values.items())
-    code = "" if element.exit_code is None else str(element.exit_code)
-    reason = " ".join(element.reason.split())
-    return str(element.index), element.state, str(element.attempts), code, values, reason
-
-
-def _must_have_element(job: Any, element: int) -> None:
+def _check_element(job: RemoteJob, element: int) -> None:
     if not job.record.is_array:
         raise JobError(f"The job {job.name!r} is no array; leave --element out.")
-    found = job.elements
-    if found and element >= found["elements"]:
+    array = job.elements
+    if array and element >= array["elements"]:
         raise JobError(
-            f"The array {job.name!r} has no element {element}; it has 0 to {found['elements'] - 1}."
+            f"The array {job.name!r} has no element {element}; it has 0 to {array['elements'] - 1}."
         )
 
 
-def _must_have_role(job: Any, role: str) -> None:
+def _check_role(job: RemoteJob, role: str) -> None:
     if not job.record.has_roles:
         raise JobError(f"The job {job.name!r} is no group and has no roles; leave --role out.")
-    found = job.roles(job.status)
-    rows = found["roles"] if found else []
-    names = {row["role"] for row in rows}
-    replicas = {f"{row['role']}/{row['replica']}" for row in rows}
-    if rows and role not in names | replicas:
+    group = job.roles(job.status)
+    names = {f"{row['role']}/{row['replica']}" for row in group["roles"]} if group else set()
+    if names and not any(role in (name, name.rpartition("/")[0]) for name in names):
         raise JobError(
-            f"The job {job.name!r} has no role {role!r}; it has {', '.join(sorted(replicas))}."
+            f"The job {job.name!r} has no role {role!r}; it has {', '.join(sorted(names))}."
         )
 
 
@@ -201,70 +194,76 @@ def cancel(
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
     from nemo_run_ray.experiment.cancel import cancel_all
-    from nemo_run_ray.experiment.find import find
 
     if elements is not None:
-        _print_elements(_one(name, find(name), job).cancel_elements(elements))
+        _print_elements(_job(name, job).cancel_elements(elements))
         return
-    for line in cancel_all(_chosen(name, find(name), job)):
+    for line in cancel_all(_jobs(name, job)):
         out.print(line)
 
 
-def _chosen(name: str, jobs: list[RemoteJob], job: str) -> list[RemoteJob]:
-    """The job of that name, or all jobs when none is named."""
-    from nemo_run_ray.experiment.find import did_you_mean
+def _jobs(name: str, job: str = "") -> list[RemoteJob]:
+    """The jobs of a name, or the one of them that is named."""
+    from nemo_run_ray.experiment.find import did_you_mean, find
 
-    found = [remote_job for remote_job in jobs if not job or remote_job.name == job]
-    if not found:
-        names = [remote_job.name for remote_job in jobs]
+    jobs = find(name)
+    chosen = [one for one in jobs if not job or one.name == job]
+    if not chosen:
+        names = [one.name for one in jobs]
         near = did_you_mean(job, names)
         raise JobError(f"{name!r} has no job {job!r}; it has {', '.join(names)}.{near}")
-    return found
+    return chosen
 
 
-def _one(name: str, jobs: list[RemoteJob], job: str) -> RemoteJob:
-    """The only job of that name."""
-    found = _chosen(name, jobs, job)
-    if len(found) != 1:
-        names = ", ".join(remote_job.name for remote_job in found)
+def _job(name: str, job: str) -> RemoteJob:
+    """The only job of a name, or the one of several that is named."""
+    jobs = _jobs(name, job)
+    if len(jobs) != 1:
+        names = ", ".join(one.name for one in jobs)
         raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
-    return found[0]
+    return jobs[0]
 
 
-def resume(experiment: Annotated[str, typer.Argument(help="Its id or title.")]) -> None:
+def resume(experiment: Experiment) -> None:
     """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
+    from nemo_run_ray.experiment.find import did_you_mean, find_experiment, titles
+    from nemo_run_ray.nemo import registry
     from nemo_run_ray.nemo.scheduler import resume_experiment
 
-    for line in resume_experiment(_experiment(experiment)):
+    folder = find_experiment(experiment)
+    try:
+        loaded = registry.load_experiment(folder.name if folder else experiment)
+    except FileNotFoundError as error:
+        raise JobError(
+            f"There is no experiment {experiment!r} in NeMo-Run's home."
+            f"{did_you_mean(experiment, titles())} `nemo experiment list <title>` lists those of a "
+            "title; NEMORUN_HOME names another home."
+        ) from error
+    for line in resume_experiment(loaded):
         out.print(line)
 
 
-def patches(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
+def patches(as_json: AsJson = False) -> None:
     """The changes of NeMo-Run that there are: what each is for, and whether it is applied."""
     from nemo_run_ray import patches as known
 
-    states = known.status()
     rows = [
         {
             "name": name,
-            "state": states[name],
-            "why": patch.why,
-            "verified": list(patch.verified),
-            "retired_by": patch.retired_by,
+            "state": state,
+            "why": known.patch(name).why,
+            "verified": list(known.patch(name).verified),
+            "retired_by": known.patch(name).retired_by,
         }
-        for name, patch in ((name, known.patch(name)) for name in states)
+        for name, state in known.status().items()
     ]
     if as_json:
         print(json.dumps(rows, indent=1))
         return
     for row in rows:
-        out.print(f"{row['name']}: {row['state']}")
-        out.print(f"  {row['why']}")
         out.print(
-            f"  Verified on NeMo-Run {' to '.join(row['verified'])}; retired by "
-            f"{row['retired_by']}.",
+            f"{row['name']}: {row['state']}\n  {row['why']}\n  Verified on NeMo-Run "
+            f"{' to '.join(row['verified'])}; retired by {row['retired_by']}."
         )
     out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…")
 
@@ -296,24 +295,8 @@ def run_ns(arguments: Sequence[str]) -> object:
     command = _skills_command()
     patches.apply("skills_executor")
     app = command.load()
-    _check_skills_options(app)
     sys.argv = ["ns", *arguments]
     return app()
-
-
-def _check_skills_options(app: object) -> None:
-    """Refuse a typer that makes ``--server-type`` of what NeMo-Skills calls ``--server_type``."""
-    if not isinstance(app, typer.Typer):
-        return
-    commands = getattr(typer.main.get_command(app), "commands", {}).values()
-    options = [(option.name or "", option.opts) for each in commands for option in each.params]
-    renamed = [f"--{name}" for name, opts in options if f"--{name.replace('_', '-')}" in opts]
-    unknown = [option for option in renamed if "_" in option]
-    if unknown and not any(f"--{name}" in opts for name, opts in options if "_" in name):
-        raise ConfigError(
-            f"typer {version('typer')} does not know NeMo-Skills' options that have an underscore, "
-            f"such as {unknown[0]}. Install an older one beside it: pip install 'typer<0.27'."
-        )
 
 
 def _skills_command() -> EntryPoint:
@@ -328,7 +311,6 @@ def _skills_command() -> EntryPoint:
 
 def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The verb, with this package's errors as one paragraph and exit code 1."""
-    import functools
 
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -388,17 +370,3 @@ def build() -> typer.Typer:
 
 def main() -> None:
     build()()
-
-
-def _experiment(name: str) -> Any:
-    from nemo_run_ray.experiment.find import did_you_mean, find_experiment, titles
-
-    folder = find_experiment(name)
-    try:
-        return registry.load_experiment(folder.name if folder else name)
-    except FileNotFoundError as error:
-        raise JobError(
-            f"There is no experiment {name!r} in NeMo-Run's home.{did_you_mean(name, titles())} "
-            "`nemo experiment list <title>` lists those of a title; NEMORUN_HOME names another "
-            "home."
-        ) from error

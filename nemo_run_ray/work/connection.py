@@ -7,35 +7,24 @@ import logging
 import os
 import platform
 import re
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from nemo_run_ray.clusters import LocalCluster
-from nemo_run_ray.errors import (
-    ConfigError,
-    NemoRunRayError,
-    Unreachable,
-    VersionMismatch,
-)
+from nemo_run_ray.errors import ConfigError, NemoRunRayError, Unreachable, VersionMismatch
 
 #: The variable by which Ray and this package find the cluster, in child processes too.
 ADDRESS = "RAY_ADDRESS"
-#: ``ip:port`` of a GCS, or the address of a Ray Client server.
-_DRIVER_ADDRESS = re.compile(r"(?:ray://)?(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d+)")
-_MAX_PORT = 65535
-#: Seconds in which an address must take a connection: a head that starts does so a little later.
-_LISTENS_S = 5.0
-_AGAIN_S = 0.2
+_AUTH_MODE = "RAY_AUTH_MODE"
+#: Seconds in which an address must take a connection, and answer a web server's question.
+_ANSWERS_S = 5.0
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
-#: Ray gives a GCS up no sooner, in seconds.
-_GIVEN_UP_S = 30.0
 _lock = threading.Lock()
 #: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
 _has_read_token = False
@@ -47,6 +36,7 @@ class Connection:
     Attributes:
         ray: the module, connected.
         address: of the cluster.
+        users: number of open pools.
     """
 
     def __init__(
@@ -54,87 +44,113 @@ class Connection:
     ) -> None:
         loaded: Any = sys.modules.get("ray")
         self.ray = loaded
-        self.pid = os.getpid()
-        self.runtime_env = dict(runtime_env)
-        self._users = 0
-        self._set: dict[str, str | None] = {}
+        self.users = 0
+        self._pid = os.getpid()
+        self._runtime_env: dict[str, Any] = {}
+        self._environment: dict[str, str | None] = {}
         # A program that has called ray.init() itself keeps that connection, and so do its pools.
         self._owns = loaded is None or not loaded.is_initialized()
         if not self._owns:
             self.address = str(loaded.get_runtime_context().gcs_address)
-            is_client = loaded.util.client.ray.is_connected()
-            if not (is_client and str(address).startswith("ray://")):
-                _check_same(self.address, address)
-            if runtime_env:
-                raise ConfigError(
-                    "This program has called ray.init() itself, so that workers have the runtime "
-                    "environment that was given there: give runtime_env to ray.init()."
-                )
+            self.check(address, runtime_env)
             if not os.environ.get(ADDRESS, "").startswith("ray://"):  # else Ray Client's own
-                self._hand_over({ADDRESS: self.address})
+                self._set_environment({ADDRESS: self.address})
             return
-        wanted = asked_for(address)
-        variables = _variables(wanted) if wanted else _embedded(num_cpus)
-        self.address = variables[ADDRESS]
-        if loaded is not None:
-            _check_imported(variables)
-        self._hand_over(variables)
-        try:
-            import ray
+        self._runtime_env = dict(runtime_env)
+        self.address = _asked_for(address)
+        with _translated(self.address or "the embedded Ray", runtime_env):
+            if self.address:
+                _check_listens(self.address)
+                variables = {ADDRESS: self.address}
+            else:
+                cluster = LocalCluster(num_cpus=num_cpus)
+                cluster.connect()
+                variables = cluster.driver_environment()
+                self.address = variables[ADDRESS]
+                self._check_token(variables)
+            self._set_environment(variables)
+            try:
+                self._init()
+            except BaseException:
+                self._restore_environment()
+                raise
 
-            global _has_read_token
-            _has_read_token = _has_read_token or variables.get("RAY_AUTH_MODE") == "token"
-            self.ray = ray
-            self._init()
-        except BaseException:
-            self._take_back()
-            raise
+    def check(self, address: str | None, runtime_env: Mapping[str, Any]) -> None:
+        """Refuse a pool that this connection cannot serve."""
+        self.check_process()
+        is_client = self.ray.util.client.ray.is_connected()
+        if address not in (None, "", "auto", self.address) and not (
+            is_client and str(address).startswith("ray://")
+        ):
+            raise ConfigError(
+                f"This process is connected to the Ray at {self.address}, and a process has one "
+                f"Ray at a time; {address} was asked for. Close that connection before."
+            )
+        if runtime_env and dict(runtime_env) != self._runtime_env:
+            raise ConfigError(
+                f"This process is connected with runtime_env={self._runtime_env!r}, and has one at "
+                f"a time; asked for is {dict(runtime_env)!r}. Close the other pools before, or "
+                "give it to ray.init() where the program calls that itself."
+            )
 
-    def enter(self) -> None:
-        """Count one more pool."""
-        self._users += 1
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether another process has connected, and has forked this one."""
+        return self._pid != os.getpid()
 
-    def leave(self) -> bool:
-        """Count one pool less; whether it was the last, so that the connection is closed."""
-        self._users -= 1
-        if self._users:
-            return False
+    def check_process(self) -> None:
+        """Refuse a process that was forked from the one that has connected."""
+        if self.is_of_parent:
+            raise ConfigError(
+                f"Process {self._pid} is connected to a Ray and has forked this one, which cannot "
+                "use that connection. Start it by multiprocessing's 'spawn' or 'forkserver', and "
+                "call work.connect() in it."
+            )
+
+    def close(self) -> None:
+        """Leave the Ray, unless the program itself has connected to it."""
         if self._owns:
             self.ray.shutdown()
-        self._take_back()
-        return True
+        self._restore_environment()
+
+    def _check_token(self, variables: Mapping[str, str]) -> None:
+        """Refuse a Ray with a token to a program that has imported ray without one.
+
+        Ray reads that when it is imported (2.60), and sends none later.
+        """
+        global _has_read_token
+        wants_token = variables.get(_AUTH_MODE) == "token"
+        has_read = self.ray is None or _has_read_token or os.environ.get(_AUTH_MODE) == "token"
+        if wants_token and not has_read:
+            raise ConfigError(
+                "The embedded Ray wants a token, and ray was imported before work.connect(): it "
+                "has read already that there is none. Call work.connect() before the first "
+                f"`import ray`, or set {_AUTH_MODE}=token in the environment of the program."
+            )
+        _has_read_token = _has_read_token or wants_token
 
     def _init(self) -> None:
+        import ray
+
+        self.ray = ray
         options: dict[str, Any] = {"address": self.address, "log_to_driver": False}
-        if self.runtime_env:
-            options["runtime_env"] = self.runtime_env
+        if self._runtime_env:
+            options["runtime_env"] = self._runtime_env
         if not self.address.startswith("ray://"):
             options["logging_level"] = logging.WARNING
-        with _translated(self.address), _outlived():
-            try:
-                self.ray.init(**options)
-            except (ValueError, TypeError) as error:
-                if not self.runtime_env:
-                    raise
-                words = " ".join(str(error).split())[:300].rstrip(".")
-                raise ConfigError(
-                    f"Ray has not taken the address {self.address} and runtime_env="
-                    f"{self.runtime_env!r}: {words}. Correct them in work.connect()."
-                ) from error
+        ray.init(**options)
 
-    def _hand_over(self, variables: Mapping[str, str]) -> None:
+    def _set_environment(self, variables: Mapping[str, str]) -> None:
         """Let child processes, and Ray in this one, find the cluster."""
-        for name, value in variables.items():
-            self._set[name] = os.environ.get(name)
-            os.environ[name] = value
+        self._environment = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
 
-    def _take_back(self) -> None:
-        for name, before in self._set.items():
+    def _restore_environment(self) -> None:
+        for name, before in self._environment.items():
             if before is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = before
-        self._set.clear()
 
 
 _current: Connection | None = None
@@ -159,40 +175,18 @@ def join(address: str | None, num_cpus: int | None, runtime_env: Mapping[str, An
         if _current is None:
             _current = Connection(address, num_cpus, runtime_env)
         else:
-            _check_joins(_current, address, runtime_env)
-        _current.enter()
+            _current.check(address, runtime_env)
+        _current.users += 1
         return _current
-
-
-def _check_joins(current: Connection, address: str | None, runtime_env: Mapping[str, Any]) -> None:
-    """Refuse a pool that a connection cannot serve."""
-    if current.pid != os.getpid():
-        raise ConfigError(
-            f"Process {current.pid} is connected to a Ray and has forked this one, which cannot "
-            "connect. Start it by multiprocessing's 'spawn' or 'forkserver'."
-        )
-    _check_same(current.address, address)
-    if runtime_env and dict(runtime_env) != current.runtime_env:
-        raise ConfigError(
-            f"This process is connected with runtime_env={current.runtime_env!r}, and has one at a "
-            f"time; asked for is {dict(runtime_env)!r}. Close the other pools before."
-        )
-
-
-def _check_same(connected: str, address: str | None) -> None:
-    """Refuse a program that names another Ray than the one that it is connected to."""
-    if is_given(address) and not is_same(asked_for(address), connected):
-        raise ConfigError(
-            f"This process is connected to the Ray at {connected}, and a process has one Ray at a "
-            f"time; {address} was asked for. Close that connection before."
-        )
 
 
 def leave(connection: Connection) -> None:
     """Give a connection back; the last pool closes it."""
     global _current
     with _lock:
-        if connection.leave() and connection is _current:
+        connection.users -= 1
+        if not connection.users:
+            connection.close()
             _current = None
 
 
@@ -204,71 +198,26 @@ def requirements() -> list[str]:
     return [f"ray[default]=={importlib.metadata.version('ray')}"]
 
 
-def _check_imported(variables: Mapping[str, str]) -> None:
-    """Refuse a cluster with a token to a program whose ray was imported without one.
-
-    Ray reads that when it is imported (2.60), and sends none later.
-    """
-    name = "RAY_AUTH_MODE"
-    has_read = _has_read_token or os.environ.get(name) == "token"
-    if variables.get(name) == "token" and not has_read:
-        raise ConfigError(
-            f"The embedded Ray wants a token, and ray was imported before work.connect(): it has "
-            f"read already that there is none. Call work.connect() before the first `import ray`, "
-            f"or set {name}=token in the environment of the program."
-        )
-
-
-def _variables(address: str) -> dict[str, str]:
-    """The variables of a Ray that somebody else has started, and that takes connections."""
-    with _translated(address):
-        check_listens(address)
-    return {ADDRESS: address}
-
-
-def _embedded(num_cpus: int | None) -> dict[str, str]:
-    """The variables of the embedded Ray, which is started if it does not run."""
-    cluster = LocalCluster(num_cpus=num_cpus)
-    with _translated("the embedded Ray"):
-        cluster.connect()
-    return cluster.driver_environment()
-
-
 @contextmanager
-def _translated(address: str) -> Iterator[None]:
+def _translated(address: str, runtime_env: Mapping[str, Any]) -> Iterator[None]:
     """Raise what Ray raises at a connection as an error of this package."""
     try:
         yield
     except NemoRunRayError:
         raise
     except RuntimeError as error:
-        found = _VERSIONS.findall(str(error))
-        if len(found) != 2:
+        versions = _VERSIONS.findall(str(error))
+        if len(versions) != 2:
             raise
-        raise VersionMismatch(_mismatch(address, *found)) from error
-    except (ConnectionError, ValueError) as error:
-        words = " ".join(str(error).split())[:300].rstrip(".") + "."
+        raise VersionMismatch(_mismatch(address, *versions)) from error
+    except (OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        environment = f" with runtime_env={runtime_env!r}" if runtime_env else ""
         raise Unreachable(
-            f"No Ray can be reached at {address}: {words} Give the address of one that runs, as "
-            f"`ray start` has printed it (its GCS mostly has port 6379), or unset {ADDRESS} to use "
-            "an embedded Ray."
+            f"No Ray can be reached at {address}{environment}: {reason}. Give the address of one "
+            "that runs, as `ray start` has printed it (its GCS mostly has port 6379), or unset "
+            f"{ADDRESS} to use an embedded Ray."
         ) from error
-
-
-@contextmanager
-def _outlived() -> Iterator[None]:
-    """Go on where Ray ends the program, as it does when no GCS has answered for minutes (2.60).
-
-    It sends SIGTERM, and its handler in the main thread raises ``SystemExit``. An earlier one is
-    another's.
-    """
-    began = time.monotonic()
-    try:
-        yield
-    except SystemExit as error:
-        if error.code != signal.SIGTERM or time.monotonic() - began < _GIVEN_UP_S:
-            raise
-        raise ConnectionError("what listens there has not answered as the GCS of a Ray") from error
 
 
 def _mismatch(address: str, cluster: tuple[str, str], own: tuple[str, str]) -> str:
@@ -282,87 +231,54 @@ def _mismatch(address: str, cluster: tuple[str, str], own: tuple[str, str]) -> s
     )
 
 
-def is_given(address: str | None) -> bool:
-    """Whether the program itself names a Ray, or leaves that to RAY_ADDRESS."""
-    return address not in (None, "", "auto")
-
-
-def asked_for(address: str | None) -> str:
+def _asked_for(address: str | None) -> str:
     """The address of the Ray that is asked for; ``""`` for the embedded one.
 
     Raises:
         ConfigError: it is not the address of a Ray.
     """
-    if is_given(address):
-        return _checked(str(address))
-    found = os.environ.get(ADDRESS, "").strip()
-    if found == "auto":
+    if address in (None, "", "auto"):
+        address = os.environ.get(ADDRESS, "").strip()
+        if address in ("", "local"):
+            return ""
+        if address == "auto":
+            raise ConfigError(
+                f"{ADDRESS} is 'auto', by which Ray searches this machine and may find a Ray that "
+                "is dead. Set it to the address that `ray start` has printed, or unset it to use "
+                "the embedded Ray."
+            )
+    text = str(address)
+    try:
+        parts = urlsplit(text if "://" in text else f"//{text}")
+        is_valid = parts.scheme in ("", "ray") and parts.hostname and parts.port
+    except ValueError:  # a port above 65535
+        is_valid = False
+    if not is_valid:
         raise ConfigError(
-            f"{ADDRESS} is 'auto', by which Ray searches this machine and may find a Ray that is "
-            "dead. Set it to the address that `ray start` has printed, or unset it to use the "
-            "embedded Ray."
+            f"The address of a Ray is {text!r}; expected is ip:port of its GCS on a node of the "
+            "cluster, or ray://host:10001 from elsewhere, with a port from 1 to 65535. What begins "
+            "with http:// is a dashboard's, which takes jobs and not calls: a task of RayExecutor "
+            "is on the cluster, and work.connect() in it needs no address."
         )
-    return "" if found in ("", "local") else _checked(found)
+    return text
 
 
-def is_same(address: str, other: str) -> bool:
-    """Whether two addresses lead to one place: a host has several names."""
-    return address == other or _place(address) == _place(other)
-
-
-def _place(address: str) -> tuple[str, str]:
-    host, _, port = address.rpartition(":")
-    with suppress(OSError, UnicodeError):  # nothing knows it, or it is longer than a name may be
-        host = socket.gethostbyname(host)
-    return host, port
-
-
-def check_listens(address: str) -> None:
+def _check_listens(address: str) -> None:
     """Check that an address takes connections, and not as a web server does.
 
     Ray itself asks for minutes and ends the whole program then, by SIGTERM (2.60).
 
     Raises:
-        ConnectionError: nothing takes a connection there within 5 s, or a web server does.
+        OSError: nothing takes a connection there within 5 s, or a web server does.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    deadline = time.monotonic() + _LISTENS_S
-    while True:
-        left = max(deadline - time.monotonic(), _AGAIN_S)
+    with socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S) as connection:
+        if address.startswith("ray://"):
+            return  # a front of Ray Client may speak HTTP too
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")  # a GCS answers that by what is not HTTP 1
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), left) as connection:
-                # What stands before a Ray Client server may speak both.
-                is_web = not address.startswith("ray://") and _is_web(connection)
-            break
-        except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            if not refused or time.monotonic() + _AGAIN_S >= deadline:
-                raise ConnectionError(str(error)) from error
-        time.sleep(_AGAIN_S)
+            is_web = connection.recv(5) == b"HTTP/"
+        except TimeoutError:
+            is_web = False
     if is_web:
         raise ConnectionError("a web server listens there, as Ray's dashboard does")
-
-
-def _is_web(connection: socket.socket) -> bool:
-    """Whether a server speaks HTTP 1, which no GCS does; that answers too."""
-    connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-    try:
-        return connection.recv(5) == b"HTTP/"
-    except TimeoutError:
-        return False  # Ray finds out
-
-
-def _checked(address: str) -> str:
-    parts = _DRIVER_ADDRESS.fullmatch(address)
-    if parts is not None and 1 <= int(parts["port"]) <= _MAX_PORT:
-        return address
-    hint = "ip:port of Ray's GCS on a node of the cluster, or ray://host:10001 from elsewhere"
-    if parts is not None:
-        hint += f", with a port from 1 to {_MAX_PORT}"
-    if address.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{address} is the address of a dashboard, which takes jobs and not calls. Expected is "
-            f"{hint}. A task of RayExecutor(address={address!r}) is on the cluster, and "
-            "work.connect() in it needs no address."
-        )
-    raise ConfigError(f"The address of a Ray is {address!r}; expected is {hint}.")

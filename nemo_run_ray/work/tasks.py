@@ -2,21 +2,26 @@
 
 Ray starts the workers and shares the room of the nodes between the tasks of all programs. An item
 is in one task at a time, as far as Ray can tell, and ends as a result or as a failure.
+
+The task is sent by value and uses the standard library and ray alone, so a cluster needs nothing of
+this package. Items and results are pickled here and in the worker, not by Ray: an item that cannot
+be pickled is named by its number, and the others of its batch are not affected.
 """
 
 from __future__ import annotations
 
-import hashlib
+import faulthandler
 import io
 import math
-import os
 import pickle
 import queue
+import sys
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,15 +29,9 @@ from itertools import islice
 from typing import Any
 
 from nemo_run_ray.errors import CannotBeSent, ConfigError, PoolClosed, TimedOut, WorkerDied
-from nemo_run_ray.fields import LABELS, RESOURCE_MAX, RESOURCE_MIN, are_labels, is_amount, is_whole
+from nemo_run_ray.fields import is_whole
 from nemo_run_ray.remote import fit
-from nemo_run_ray.work.worker import (
-    FUNCTIONS_MAX,
-    RAISED,
-    UNPICKLED,
-    CallOutcome,
-    remote_task,
-)
+from nemo_run_ray.work.connection import Connection
 
 #: Seconds that a batch should take: a hundred times what a task costs. An item that takes longer
 #: travels alone, so that it keeps no other one waiting.
@@ -44,9 +43,10 @@ BATCH_MAX, BATCH_BYTES_MAX = 1000, 2**20
 TASKS_PER_WORKER, _QUEUED_S = 2, 0.25
 #: Further attempts of an item that was lost with its node, whatever its retries are.
 LOSSES_MAX = 3
-#: Seconds between two looks at the nodes and at futures that were cancelled, and at tasks with a
-#: time limit.
-_LOOK_S, _LIMIT_LOOK_S = 1.0, 0.2
+#: Functions that a worker, and a client, keeps; a further one replaces the oldest.
+FUNCTIONS_MAX = 100
+#: Seconds between two looks at the nodes and at futures that were cancelled, and at time limits.
+_LOOK_S, _STEP_S = 1.0, 0.2
 #: Seconds for which no node is large enough, after which items fail: a node may be joining, and
 #: where workers existed their node may come back.
 _NEVER_S, _NEVER_AGAIN_S = 5.0, 120.0
@@ -54,115 +54,124 @@ _NEVER_S, _NEVER_AGAIN_S = 5.0, 120.0
 _FIRST_TELL_S, _TELL_S = 5.0, 30.0
 #: Seconds for which no task has begun, after which tasks of other shapes are held back.
 _STARVED_S = 10.0
+#: Seconds after which a batch that takes longer than expected returns the results it has.
+_BATCH_END_S = 0.5
+#: Seconds that the imports of a function may take when its calls have a time limit.
+_IMPORT_S = 300.0
+#: Kinds of an item's row: the pickled result, the pickled exception, or a result that cannot be.
+RESULT, RAISED, UNPICKLED = "result", "raised", "unpickled"
+
+_functions: dict[bytes, Callable[..., Any]] = {}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The resources that one worker reserves.
+def call_items_on_node(
+    function: bytes, items: Sequence[bytes], timeout_s: float | None
+) -> Iterator[Any]:
+    """Yield the id of this node, then the rows of ``call_items``.
 
-    Attributes:
-        resources: by Ray's names (``CPU``, ``GPU``, ``memory`` in bytes, and the cluster's own).
-        label_selector: nodes that may have one.
-        max_workers: limit of tasks at once; ``None`` is what the nodes can have.
+    The client ends the worker when a call takes too long; that time begins after the imports.
     """
+    import ray
 
-    resources: tuple[tuple[str, float], ...]
-    label_selector: tuple[tuple[str, str], ...] = ()
-    max_workers: int | None = None
+    if timeout_s is not None and function not in _functions:
+        faulthandler.dump_traceback_later(_IMPORT_S, exit=True, file=2)
+    with suppress(BaseException):  # each item reports it
+        _load(function)
+    faulthandler.cancel_dump_traceback_later()
+    yield ray.get_runtime_context().get_node_id()
+    yield call_items(function, items, None)
 
-    def options(self) -> dict[str, Any]:
-        """The options of the task."""
-        amounts = dict(self.resources)
-        options: dict[str, Any] = {
-            "num_cpus": amounts.pop("CPU", 0),
-            "num_gpus": amounts.pop("GPU", 0),
-            "memory": int(amounts.pop("memory", 0)) or None,
-            "resources": amounts or None,
-            "max_retries": 0,
-            # Ray takes a strategy or labels.
-            "scheduling_strategy": None if self.label_selector else "SPREAD",
-            "label_selector": dict(self.label_selector) or None,
-        }
-        return {name: value for name, value in options.items() if value is not None}
+
+def call_items(
+    function: bytes, items: Sequence[bytes], timeout_s: float | None
+) -> list[tuple[str, bytes, str, float]]:
+    """A row for each item: its kind, what is pickled, an explanation, and the seconds it took.
+
+    There are fewer rows than items when those took long: other workers may take the rest. By Ray
+    Client, which has no tasks that yield, this is the task, and the process ends itself: by a
+    thread in C, whatever Python code does.
+    """
+    rows = []
+    until = time.perf_counter() + _BATCH_END_S
+    for item in items:
+        if timeout_s is not None:
+            faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
+        began = time.perf_counter()
+        row = _call(function, item)
+        rows.append((*row, time.perf_counter() - began))
+        if time.perf_counter() >= until:
+            break
+    faulthandler.cancel_dump_traceback_later()
+    return rows
+
+
+def _load(function: bytes) -> Callable[..., Any]:
+    if function not in _functions:
+        loaded = pickle.loads(function)
+        while len(_functions) >= FUNCTIONS_MAX:
+            del _functions[next(iter(_functions))]
+        _functions[function] = loaded
+    return _functions[function]
+
+
+def _call(function: bytes, item: bytes) -> tuple[str, bytes, str]:
+    from ray import cloudpickle
+
+    try:
+        arguments, named = pickle.loads(item)
+        value = _load(function)(*arguments, **named)
+    except BaseException as error:  # also SystemExit: it ends the item, not the worker
+        text, data = traceback.format_exc(), b""
+        with suppress(Exception):  # any that its own __reduce__ raises
+            data = cloudpickle.dumps(error, protocol=5)
+        return RAISED, data, text
+    try:
+        return RESULT, cloudpickle.dumps(value, protocol=5), ""
+    except Exception as error:
+        return UNPICKLED, b"", f"{type(value).__name__}: {error}"
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception where it was raised."""
 
     @property
-    def request(self) -> fit.ResourceRequest:
-        """The request of one worker."""
-        return fit.ResourceRequest(dict(self.resources), dict(self.label_selector))
+    def traceback_elsewhere(self) -> str:
+        """For ``errors.py``, which prints it above a failure that ends the program."""
+        return str(self.args[0])
 
-    def slots(self, nodes: Sequence[fit.Node]) -> int:
-        """The number of workers that the nodes can have at once."""
-        hosts = fit.hosts(self.request, nodes)
-        if not self.resources:  # then max_workers is given, see shape_of
-            return (self.max_workers or 0) if hosts else 0
-        count = sum(fit.slots(node.resources, dict(self.resources)) for node in hosts)
-        return count if self.max_workers is None else min(count, self.max_workers)
-
-    def why_waiting(self, free: Mapping[str, float], slots: int) -> str:
-        """Explain a wait for the first worker: Ray does not tell a start from a lack of room."""
-        here = {name: free.get(name, 0.0) for name, _ in self.resources}
-        return (
-            "No worker is ready yet: it starts, or waits for room. Each asks for "
-            f"{fit.amounts_text(dict(self.resources))}; the nodes can have {slots} when nothing "
-            f"else runs. Free in the cluster: {fit.amounts_text(here)}."
-        )
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
 
 
-def shape_of(
-    cpus: float = 1,
-    gpus: float = 0,
-    memory: int | None = None,
-    resources: Mapping[str, float] | None = None,
-    label_selector: Mapping[str, str] | None = None,
-    max_workers: int | None = None,
-) -> Shape:
-    """The shape that a user's arguments describe.
-
-    Raises:
-        ConfigError: one of them is wrong.
-    """
-    if resources is not None and not (
-        isinstance(resources, Mapping) and all(isinstance(name, str) for name in resources)
-    ):
-        raise ConfigError(
-            f"resources is {resources!r}; expected is a dict of amounts by the name of a resource."
-        )
-    if label_selector is not None and not are_labels(label_selector):
-        raise ConfigError(f"label_selector is {label_selector!r}; expected is a dict of {LABELS}.")
-    amounts = {"CPU": cpus, "GPU": gpus, "memory": memory or 0, **(resources or {})}
-    for name, value in amounts.items():
-        if not is_amount(value):
-            raise ConfigError(f"{name} is {value!r}; expected is a number from 0.")
-        if 0 < value < RESOURCE_MIN or value > RESOURCE_MAX:
-            raise ConfigError(
-                f"{name} is {value!r}; expected is 0, or a number from {RESOURCE_MIN}, the step in "
-                f"which Ray counts, to {RESOURCE_MAX}."
-            )
-    if max_workers is not None and not is_whole(max_workers, 1):
-        raise ConfigError(f"max_workers must be greater than 0, and whole; it is {max_workers!r}.")
-    reserved = {name: float(value) for name, value in amounts.items() if value}
-    if not reserved and max_workers is None:
-        raise ConfigError(
-            "A worker that reserves nothing needs max_workers: otherwise nothing limits their "
-            "number. Expected is cpus above 0, or max_workers."
-        )
-    labels = tuple(sorted((label_selector or {}).items()))
-    return Shape(tuple(sorted(reserved.items())), labels, max_workers)
+def _raised(data: bytes, text: str) -> BaseException:
+    """The exception of a function, with its traceback in the worker as the cause."""
+    try:
+        error: BaseException = pickle.loads(data)
+        error.__cause__ = RemoteTraceback(text)
+    except Exception:  # it has no class here, wants other arguments, or cannot be changed
+        error = RuntimeError(text.strip().splitlines()[-1])
+        error.__cause__ = RemoteTraceback(text)
+    return error
 
 
-@dataclass
-class Pace:
-    """The measured cost of a function's items.
+class Function:
+    """A function that workers call, and the measured cost of its items.
 
     Attributes:
+        name: for people.
+        data: the pickled function.
+        stored: the reference of ``data`` in Ray's object store, once there.
         seconds: of one item; ``None`` until one has ended.
         median_s: an estimate of the median, which ignores the few items that a busy machine delays.
         result_bytes: of one result.
     """
 
-    seconds: float | None = None
-    median_s: float = 0.0
-    result_bytes: float = 0.0
+    def __init__(self, name: str, data: bytes) -> None:
+        self.name = name
+        self.data = data
+        self.stored: Any = None
+        self.seconds: float | None = None
+        self.median_s = self.result_bytes = 0.0
 
     def measured(self, seconds: float, result_bytes: int) -> None:
         """Take the cost of one more item into account."""
@@ -184,31 +193,6 @@ class Pace:
         by_share = -(-waiting // max(workers * TASKS_PER_WORKER, 1))
         return max(1, min(int(by_time), int(by_size), by_share, BATCH_MAX))
 
-    def window(self, workers: int, item_bytes: float) -> int:
-        """The number of items, in tasks or done and not taken, that keeps all workers busy."""
-        workers = max(workers, 1)
-        batch = self.batch(BATCH_MAX * workers * TASKS_PER_WORKER, workers, item_bytes)
-        return workers * batch * (TASKS_PER_WORKER + 1)
-
-
-@dataclass(eq=False)
-class Function:
-    """A function that workers call.
-
-    Attributes:
-        name: for people.
-        digest: of its bytes, by which workers keep it.
-        data: the pickled function.
-        pace: of its items.
-        stored: the reference of ``data`` in Ray's object store, once there.
-    """
-
-    name: str
-    digest: str
-    data: bytes
-    pace: Pace = field(default_factory=Pace)
-    stored: Any = None
-
 
 @dataclass(eq=False)
 class Item:
@@ -219,52 +203,42 @@ class Item:
         data: its pickled arguments.
         timeout_s: time limit of the call.
         retries: further attempts after a failure.
+        is_alone: its task has no other item.
         future: gets the result, or the last failure.
         failures: attempts that have failed.
         losses: attempts that were lost with a node.
-        is_alone: its task has no other item, because a task that had several has failed.
-        is_given_up: the caller no longer wants the result.
     """
 
     function: Function
     data: bytes
     timeout_s: float | None = None
     retries: int = 0
+    is_alone: bool = False
     future: Future[Any] = field(default_factory=Future)
     failures: int = 0
     losses: int = 0
-    is_alone: bool = False
-    is_given_up: bool = False
     _has_begun: bool = False
 
-    def may_begin(self) -> bool:
+    def begin(self) -> bool:
         """Whether its result is still wanted; from then on its future cannot be cancelled."""
-        if not self.is_given_up and not self._has_begun:
-            self._has_begun = self.future.set_running_or_notify_cancel()
-            self.is_given_up = not self._has_begun
-        return not self.is_given_up
-
-    def give_up(self) -> None:
-        """Drop the result; who waits for it learns that, unless it has begun."""
-        if not (self._has_begun or self.is_given_up) and self.future.cancel():
+        if not self._has_begun:
+            self._has_begun = True
             self.future.set_running_or_notify_cancel()
-        self.is_given_up = True
+        return not self.future.done()
 
     def fail(self, error: BaseException) -> None:
         """End without a result."""
-        if self.may_begin() and not self.future.done():
+        if self.begin():
             self.future.set_exception(error)
 
-    def take(self, outcome: CallOutcome) -> BaseException | None:
-        """End with the outcome's result, or return why it has none."""
-        if outcome.kind == RAISED:
-            return _raised(outcome)
-        if outcome.kind == UNPICKLED:
-            return CannotBeSent(
-                f"The result of {self.function.name} cannot be sent back: {outcome.text}"
-            )
+    def take(self, kind: str, data: bytes, text: str) -> BaseException | None:
+        """End with the result of a row, or return why it has none."""
+        if kind == RAISED:
+            return _raised(data, text)
+        if kind == UNPICKLED:
+            return CannotBeSent(f"The result of {self.function.name} cannot be sent back: {text}")
         try:
-            self.future.set_result(pickle.loads(outcome.data))
+            self.future.set_result(pickle.loads(data))
         except Exception as error:  # of a class that this program cannot import
             self.future.set_exception(error)
         return None
@@ -274,35 +248,6 @@ class Item:
         return TimedOut(
             f"{self.function.name} took longer than {self.timeout_s:g} s, and its worker was ended."
         )
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an exception where it was raised."""
-
-    @property
-    def traceback_elsewhere(self) -> str:
-        """For ``errors.py``, which prints it above a failure that ends the program."""
-        return str(self.args[0])
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.args[0]}"""'
-
-
-def _raised(outcome: CallOutcome) -> BaseException:
-    """The exception of the function, with its traceback in the worker as the cause."""
-    try:
-        error = pickle.loads(outcome.data) if outcome.data else None
-    except Exception:  # of a class that this program cannot import, or that wants other arguments
-        error = None
-    if not isinstance(error, BaseException):
-        lines = outcome.text.strip().splitlines()
-        error = RuntimeError(lines[-1] if lines else "it raised")
-    try:
-        error.__cause__ = RemoteTraceback(outcome.text)
-    except AttributeError:  # a frozen dataclass
-        error = RuntimeError(repr(error))
-        error.__cause__ = RemoteTraceback(outcome.text)
-    return error
 
 
 @dataclass(eq=False)
@@ -328,80 +273,88 @@ class _RayTask:
         if self.begun_at is None or limit_s is None:
             return math.inf
         if len(self.items) > 1:  # which of them takes too long shows when each runs by itself
-            limit_s += 2 * len(self.items) * (self.items[0].function.pace.seconds or 0.0)
+            limit_s += 2 * len(self.items) * (self.items[0].function.seconds or 0.0)
         return self.begun_at + limit_s
 
 
 class TaskQueue:
-    """The items that wait for workers of one shape, and those that are in tasks.
+    """The items that wait for workers which reserve the same, and those that are in tasks.
 
-    Any thread may call ``function``, ``submit``, ``give_up`` and ``window``; the rest runs in the
-    scheduler's thread.
+    Any thread may call ``submit``, ``give_up`` and ``window``; the rest runs in the scheduler's
+    thread.
+
+    Raises:
+        ConfigError: Ray takes no such tasks.
     """
 
-    def __init__(self, scheduler: Scheduler, shape: Shape) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cpus: float = 1,
+        gpus: float = 0,
+        memory: int | None = None,
+        resources: Mapping[str, float] | None = None,
+        label_selector: Mapping[str, str] | None = None,
+        max_workers: int | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "memory": memory}
+        if label_selector:  # Ray takes a strategy or labels
+            options["label_selector"] = label_selector
+        else:
+            options["scheduling_strategy"] = "SPREAD"
+        try:
+            self._task = scheduler.task.options(resources=resources, max_retries=0, **options)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"Ray has no such workers: {error}.") from error
+        if max_workers is not None and not is_whole(max_workers, 1):
+            raise ConfigError(
+                f"max_workers must be greater than 0, and whole; it is {max_workers!r}."
+            )
+        amounts = {"CPU": cpus, "GPU": gpus, "memory": memory, **(resources or {})}
+        reserved = {name: float(amount) for name, amount in amounts.items() if amount}
+        if not reserved and max_workers is None:
+            raise ConfigError(
+                "A worker that reserves nothing needs max_workers: otherwise nothing limits their "
+                "number. Expected is cpus above 0, or max_workers."
+            )
+        self._request = fit.ResourceRequest(reserved, label_selector or {})
+        self._max_workers = max_workers
         self._scheduler = scheduler
         self._ray = scheduler.ray
-        self._by_client = self._ray.util.client.ray.is_connected()
-        self._shape = shape
-        self._lock = threading.Lock()
-        self._functions: OrderedDict[str, Function] = OrderedDict()
+        self._by_client = scheduler.by_client
         self._waiting: deque[Item] = deque()
         self._calls: set[_RayTask] = set()
         self._slots = 1
-        self._look_at = 0.0
+        self._look_at = self._tell_at = 0.0
         self._alive: set[str] = set()
         self._never_since: float | None = None
         #: Since when tasks wait and none has begun.
         self._starved_since: float | None = None
-        self._tell_at = 0.0
         self._has_had_workers = False
-        try:
-            self._task = remote_task(self._ray).options(**shape.options())
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"Ray has no such workers: {error}") from error
-
-    def function(self, function: Callable[..., Any]) -> Function:
-        """The function as workers get it; equal ones share their pace.
-
-        Raises:
-            CannotBeSent: it is not callable, or cannot be pickled; the message names what it holds.
-        """
-        pickled = pickle_function(function)
-        with self._lock:
-            known = self._functions.setdefault(pickled.digest, pickled)
-            self._functions.move_to_end(pickled.digest)
-            while len(self._functions) > FUNCTIONS_MAX:
-                self._functions.popitem(last=False)
-            return known
 
     def window(self, function: Function, item_bytes: float) -> int:
-        """The number of a function's items that keeps all workers busy."""
-        return function.pace.window(self._slots, item_bytes)
+        """The number of items, in tasks or done and not taken, that keeps all workers busy."""
+        workers = max(self._slots, 1)
+        batch = function.batch(BATCH_MAX * workers * TASKS_PER_WORKER, workers, item_bytes)
+        return workers * batch * (TASKS_PER_WORKER + 1)
 
-    def submit(self, items: Sequence[Item]) -> None:
-        """Let items wait for a worker.
+    def submit(self, item: Item) -> None:
+        """Let an item wait for a worker.
 
         Raises:
-            PoolClosed: the pool is closed, or is that of the process which forked this one.
+            PoolClosed: the pool is closed.
         """
-        self._scheduler.post(lambda: self._waiting.extend(items))  # the deque of that moment
+        self._scheduler.post(lambda: self._waiting.append(item))  # the deque of that moment
 
     def give_up(self, items: Sequence[Item]) -> None:
         """End items whose results nobody wants any more."""
         with suppress(PoolClosed):
-            self._scheduler.post(partial(self._give_up, items))
+            self._scheduler.post(partial(self._end, items, CancelledError()))
 
     @property
     def is_busy(self) -> bool:
         """Whether an item waits or is in a task."""
         return bool(self._waiting or self._calls)
-
-    @property
-    def look_s(self) -> float:
-        """Seconds until it must be looked at again."""
-        has_limits = any(call.items[0].timeout_s is not None for call in self._calls)
-        return _LIMIT_LOOK_S if has_limits else _LOOK_S
 
     def is_starved(self, now: float) -> bool:
         """Whether tasks wait, and none has begun, for long."""
@@ -409,45 +362,53 @@ class TaskQueue:
         return self.is_busy and since is not None and now >= since + _STARVED_S
 
     def step(self, now: float, is_held_back: bool) -> None:
-        """Send what waits, unless tasks of another shape have found no room for long."""
+        """Send what waits, unless tasks of another queue have found no room for long."""
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            self._give_up([item for item in self._waiting if item.future.cancelled()])
+            cancelled = [item for item in self._waiting if item.future.cancelled()]
+            self._end(cancelled, CancelledError())
             if self.is_busy:
                 with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                     self._look(now)  # else the head does not answer
-        for call in [one for one in self._calls if one.items[0].timeout_s is not None]:
-            if self._has_begun(call) and now >= call.deadline and not self._is_over(call):
+        for call in [] if self._by_client else list(self._calls):
+            if self._has_begun(call) and now >= call.deadline:
                 self._cancel(call)
                 self._has_failed(call.items, call.items[0].timed_out())
         while self._waiting and not is_held_back:
-            seconds, most = self._waiting[0].function.pace.seconds, self._slots
+            seconds, most = self._waiting[0].function.seconds, self._slots
             if seconds is not None and seconds <= _QUEUED_S:
                 most *= TASKS_PER_WORKER
-            if len(self._calls) >= min(most, self._shape.max_workers or most):
+            if len(self._calls) >= min(most, self._max_workers or most):
                 return
-            self._send(self._next_batch())
+            if batch := self._next_batch():
+                self._send(batch)
 
     def end(self, error: BaseException) -> None:
         """Let all items fail, and end their tasks."""
-        items = [item for call in self._calls for item in call.items] + list(self._waiting)
-        self._waiting.clear()
-        for call in list(self._calls):
-            self._cancel(call)
+        in_tasks = [item for call in self._calls for item in call.items]
+        self._end([*in_tasks, *self._waiting], error)
+
+    def _end(self, items: Sequence[Item], error: BaseException) -> None:
+        if not items:
+            return
         for item in items:
             item.fail(error)
+        self._waiting = deque(item for item in self._waiting if not item.future.done())
+        for call in list(self._calls):
+            if all(item.future.done() for item in call.items):
+                self._cancel(call)
 
     def _look(self, now: float) -> None:
         """Look at the nodes: how many workers they can have, and which of them have died."""
         nodes = fit.nodes_of(self._ray.nodes())
-        self._slots = self._shape.slots(nodes)
+        self._slots = self._slots_of(nodes)
         wait_s = _NEVER_AGAIN_S if self._has_had_workers else _NEVER_S
         if self._slots:
             self._never_since = None
         elif self._never_since is None:
             self._never_since = now
         elif now - self._never_since >= wait_s:
-            reason = fit.why_not(self._shape.request, nodes)
+            reason = fit.why_not(self._request, nodes)
             self.end(WorkerDied(f"No node can have a worker: {reason}."))
         died = self._alive - (alive := {node.node_id for node in nodes})
         self._alive = alive
@@ -456,16 +417,29 @@ class TaskQueue:
             if self._has_begun(call) and call.node_id in died:
                 self._cancel(call)
                 lost = self._ray.exceptions.NodeDiedError("Its node has died.")
-                self._has_no_answer(call, lost, has_begun=True)
+                self._was_lost(call, lost, has_begun=True)
         if not self._calls or any(map(self._has_begun, self._calls)):
             self._starved_since = None
         elif self._starved_since is None:
             self._starved_since, self._tell_at = now, now + _FIRST_TELL_S
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
-            self._scheduler.say(
-                self._shape.why_waiting(self._ray.available_resources(), self._slots)
+            all_free = self._ray.available_resources()
+            free = {name: all_free.get(name, 0.0) for name in self._request.resources}
+            print(  # Ray does not tell a start from a lack of room
+                "No worker is ready yet: it starts, or waits for room. Each asks for "
+                f"{fit.amounts_text(self._request.resources)}; the nodes can have {self._slots} "
+                f"when nothing else runs. Free in the cluster: {fit.amounts_text(free)}.",
+                file=sys.stderr,
             )
+
+    def _slots_of(self, nodes: Sequence[fit.Node]) -> int:
+        """The number of workers that the nodes can have at once."""
+        hosts, amounts = fit.hosts(self._request, nodes), self._request.resources
+        if not amounts:  # then max_workers is given
+            return (self._max_workers or 0) if hosts else 0
+        count = sum(fit.slots(node.resources, amounts) for node in hosts)
+        return min(count, self._max_workers or count)
 
     def _has_begun(self, call: _RayTask) -> bool:
         """Whether a task has begun; by Ray Client nobody knows, and it is assumed."""
@@ -473,10 +447,6 @@ class TaskQueue:
             with suppress(self._ray.exceptions.RayError, StopIteration):
                 call.node_id, call.begun_at = self._ray.get(next(call.ref)), time.monotonic()
         return call.begun_at is not None
-
-    def _is_over(self, call: _RayTask) -> bool:
-        """Whether a task has ended, or ends itself: this program may have stood still."""
-        return self._by_client or bool(self._ray.wait([call.ref.completed()], timeout=0)[0])
 
     def _watch(self, ref: Any, ended: Callable[[Future[Any]], None]) -> None:
         """Call a function in the scheduler's thread when a reference is ready."""
@@ -490,77 +460,70 @@ class TaskQueue:
     def _next_batch(self) -> list[Item]:
         """The items at the front that can be in one task."""
         first = self._waiting[0]
-        pace = first.function.pace
-        most = pace.batch(len(self._waiting), self._slots, len(first.data))
+        function = first.function
+        most = function.batch(len(self._waiting), self._slots, len(first.data))
         batch, size_bytes = [self._waiting.popleft()], len(first.data)
         for item in list(islice(self._waiting, 0 if first.is_alone else most - 1)):
             size_bytes += len(item.data)
-            is_like = item.function is first.function and item.timeout_s == first.timeout_s
+            is_like = item.function is function and item.timeout_s == first.timeout_s
             if item.is_alone or not is_like or size_bytes > BATCH_BYTES_MAX:
                 break
             batch.append(self._waiting.popleft())
-        return [item for item in batch if item.may_begin()]
+        return [item for item in batch if item.begin()]
 
     def _send(self, items: list[Item]) -> None:
-        if not items:
-            return
         function = items[0].function
         try:
             if function.stored is None:
                 function.stored = self._ray.put(function.data)
             data = [item.data for item in items]
-            ref = self._task.remote(function.digest, function.stored, data, items[0].timeout_s)
+            ref = self._task.remote(function.stored, data, items[0].timeout_s)
         except Exception as error:  # such as a full object store: other items are not affected
             self._has_failed(items, error)
             return
         call = _RayTask(ref, items, time.monotonic() if self._by_client else None)
         self._calls.add(call)
-        self._watch(ref if self._by_client else ref.completed(), partial(self._ended, call))
+        if self._by_client:
+            self._watch(ref, partial(self._has_rows, call))
+        else:
+            self._watch(ref.completed(), partial(self._has_ended, call))
 
-    def _ended(self, call: _RayTask, done: Future[Any]) -> None:
-        """A task has ended; what it has yielded before is there."""
+    def _has_ended(self, call: _RayTask, done: Future[Any]) -> None:
+        """A task that yields has ended; its node's id and its rows are there, or an error."""
         if call not in self._calls:
             return  # it was cancelled
-        error = done.exception()
-        has_begun = self._has_begun(call)
-        if error is not None:
-            if not self._by_client:
-                for ref in call.ref:  # Ray prints errors that nobody takes
-                    with suppress(self._ray.exceptions.RayError):
-                        self._ray.get(ref)
-            self._has_no_answer(call, error, has_begun)
-        elif self._by_client:
-            self._has_answer(call, done.result())
-        else:
+        has_begun, error = self._has_begun(call), done.exception()
+        if error is None:
             self._watch(next(call.ref), partial(self._has_rows, call))
+            return
+        for ref in call.ref:  # Ray prints errors that nobody takes
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.get(ref)
+        self._was_lost(call, error, has_begun)
 
     def _has_rows(self, call: _RayTask, done: Future[Any]) -> None:
         if call not in self._calls:
             return
-        error = done.exception()
-        if error is None:
-            self._has_answer(call, done.result())
-        else:
-            self._has_no_answer(call, error, has_begun=True)
-
-    def _has_answer(self, call: _RayTask, rows: list[tuple[Any, ...]]) -> None:
+        if (error := done.exception()) is not None:
+            self._was_lost(call, error, has_begun=True)
+            return
         self._calls.discard(call)
         self._has_had_workers, self._starved_since = True, None
+        rows = done.result()
         self._waiting.extendleft(reversed(call.items[len(rows) :]))
-        for item, row in zip(call.items, rows, strict=False):
-            outcome = CallOutcome(*row)
-            item.function.pace.measured(outcome.seconds, len(outcome.data))
-            failure = None if item.is_given_up else item.take(outcome)
+        for item, (kind, data, text, seconds) in zip(call.items, rows, strict=False):
+            item.function.measured(seconds, len(data))
+            failure = None if item.future.done() else item.take(kind, data, text)
             if failure is not None:
-                self._try_again(item, failure)
+                self._has_failed([item], failure)
 
-    def _has_no_answer(self, call: _RayTask, error: BaseException, has_begun: bool) -> None:
+    def _was_lost(self, call: _RayTask, error: BaseException, has_begun: bool) -> None:
         """The worker of a task has died, or its node, or no worker could be started there."""
         self._calls.discard(call)
         exceptions = self._ray.exceptions
-        lost = (exceptions.NodeDiedError, exceptions.ObjectLostError)
+        is_lost = isinstance(error, (exceptions.NodeDiedError, exceptions.ObjectLostError))
         first, name = call.items[0], call.items[0].function.name
-        if (isinstance(error, lost) or not has_begun) and first.losses < LOSSES_MAX:
+        if (is_lost or not has_begun) and first.losses < LOSSES_MAX:
             for item in call.items:
                 item.losses += 1
             self._waiting.extendleft(reversed(call.items))
@@ -571,35 +534,20 @@ class TaskQueue:
             subject = f"The worker that ran {name} has died"
             if not has_begun:
                 subject = f"No worker could be started for {name}"
-            error = WorkerDied(f"{subject}: {_one_line(error)}")
+            error = WorkerDied(f"{subject}: {' '.join(str(error).split())[:500]}")
         self._has_failed(call.items, error)
 
     def _has_failed(self, items: Sequence[Item], error: BaseException) -> None:
         """A task has failed: run each of several items by itself, to find the one that did it."""
-        items = [item for item in items if not item.is_given_up]
-        if len(items) == 1:
-            self._try_again(items[0], error)
-            return
+        items = [item for item in items if not item.future.done()]
         for item in items:
-            item.is_alone = True
-        self._waiting.extendleft(reversed(items))
-
-    def _try_again(self, item: Item, error: BaseException) -> None:
-        item.failures += 1
-        if item.failures <= item.retries:
-            self._waiting.appendleft(item)
-        else:
-            item.fail(error)
-
-    def _give_up(self, items: Sequence[Item]) -> None:
-        if not items:
-            return
-        for item in items:
-            item.give_up()
-        self._waiting = deque(item for item in self._waiting if not item.is_given_up)
-        for call in list(self._calls):
-            if all(item.is_given_up for item in call.items):
-                self._cancel(call)
+            if len(items) > 1:
+                item.is_alone = True
+            else:
+                item.failures += 1
+            if item.failures > item.retries:
+                item.fail(error)
+        self._waiting.extendleft(item for item in reversed(items) if not item.future.done())
 
     def _cancel(self, call: _RayTask) -> None:
         """End a task with its worker."""
@@ -609,65 +557,65 @@ class TaskQueue:
 
 
 class Scheduler:
-    """Sends the items of a pool to Ray, in a thread of its own.
+    """Sends the items of a pool to Ray, in a thread of its own."""
 
-    Args:
-        ray: the module, connected.
-        say: prints a line for people.
-    """
-
-    def __init__(self, ray: Any, say: Callable[[str], None]) -> None:
-        self.ray = ray
-        self.say = say
+    def __init__(self, connection: Connection) -> None:
+        self.ray = connection.ray
+        self.by_client: bool = self.ray.util.client.ray.is_connected()
+        self._connection = connection
         self._events: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._queues: dict[Shape, TaskQueue] = {}
+        self._queues: dict[str, TaskQueue] = {}
+        self._functions: dict[bytes, Function] = {}
         self._lock = threading.Lock()
         self._closed: BaseException | None = None
-        self._pid = os.getpid()
+        self.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        self.task = self.ray.remote(call_items if self.by_client else call_items_on_node)
         self._thread = threading.Thread(target=self._run, name="nemo-run-ray-work", daemon=True)
         self._thread.start()
 
-    def queue(self, shape: Shape) -> TaskQueue:
-        """The queue of a shape.
+    def queue(self, **reserved: Any) -> TaskQueue:
+        """The queue for workers that reserve this: see ``TaskQueue``."""
+        key = repr(sorted(reserved.items()))
+        with self._lock:
+            if key not in self._queues:
+                self._queues[key] = TaskQueue(self, **reserved)
+            return self._queues[key]
+
+    def function(self, function: Callable[..., Any]) -> Function:
+        """The function as workers get it; equal ones share what was measured.
 
         Raises:
-            ConfigError: Ray takes no such tasks.
+            CannotBeSent: it is not callable, or cannot be pickled; the message names what it holds.
         """
+        name = getattr(function, "__qualname__", None) or type(function).__name__
+        if not callable(function):
+            raise CannotBeSent(f"{function!r} is not callable; expected is a function of one item.")
+        data = _dumps(function, f"The function {name}", [function])
         with self._lock:
-            if shape not in self._queues:
-                self._queues[shape] = TaskQueue(self, shape)
-            return self._queues[shape]
+            found = self._functions.setdefault(data, Function(name, data))
+            while len(self._functions) > FUNCTIONS_MAX:
+                del self._functions[next(iter(self._functions))]
+            return found
 
     def post(self, event: Callable[[], Any]) -> None:
         """Run something in the scheduler's thread.
 
         Raises:
-            PoolClosed: the pool is closed, or is that of the process which forked this one.
+            PoolClosed: the pool is closed.
+            ConfigError: it is that of the process which forked this one.
         """
-        if not self.is_here:
-            raise PoolClosed(
-                f"This pool belongs to process {self._pid}, which forked this one, and Ray's "
-                "connection does not outlive a fork. Start the process by multiprocessing's "
-                "'spawn' or 'forkserver', and call work.connect() in it."
-            )
+        self._connection.check_process()
         with self._lock:  # what is posted before the close is ended by it
             if self._closed is not None:
                 raise PoolClosed(f"The pool takes no more work: {self._closed}")
             self._events.put(event)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether its thread is in this process, which may be a fork of that one."""
-        return os.getpid() == self._pid
-
     def close(self) -> None:
         """End all tasks; items that have not ended fail."""
         with self._lock:
-            if self._closed is None:
-                self._closed = WorkerDied("The pool was closed.")
+            self._closed = WorkerDied("The pool was closed.")
         self._events.put(lambda: None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -688,8 +636,8 @@ class Scheduler:
         with self._lock:
             queues = list(self._queues.values())
         with suppress(queue.Empty):
-            waits_s = [one.look_s for one in queues if one.is_busy]
-            self._events.get(timeout=min(waits_s, default=None))()
+            is_busy = any(one.is_busy for one in queues)
+            self._events.get(timeout=_STEP_S if is_busy else None)()
             for _ in range(self._events.qsize()):
                 self._events.get_nowait()()
         now = time.monotonic()
@@ -699,31 +647,17 @@ class Scheduler:
         for task_queue in queues:
             try:
                 task_queue.step(now, is_held_back=bool(starved) and task_queue not in starved)
-            except Exception as error:  # other shapes are not affected
+            except Exception as error:  # other queues are not affected
                 task_queue.end(error)
 
 
-def pickle_function(function: Any) -> Function:
-    """The function as bytes; see ``TaskQueue.function``."""
-    name = getattr(function, "__qualname__", None) or type(function).__name__
-    if not callable(function):
-        raise CannotBeSent(f"{function!r} is not callable; expected is a function of one item.")
-    data = _dumps(function, f"the function {name}", [function])
-    return Function(name, hashlib.sha256(data).hexdigest(), data)
-
-
-def pickle_item(arguments: Sequence[Any], named: Mapping[str, Any], what: str) -> bytes:
-    """The arguments of one call as bytes.
-
-    Args:
-        arguments: those without a name.
-        named: those with a name.
-        what: is sent, for the message.
+def pickle_arguments(what: str, /, *arguments: Any, **named: Any) -> bytes:
+    """The arguments of one call as bytes; ``what`` begins the message.
 
     Raises:
         CannotBeSent: one of them cannot be pickled.
     """
-    return _dumps((tuple(arguments), dict(named)), what, [*arguments, *named.values()])
+    return _dumps((arguments, named), what, [*arguments, *named.values()])
 
 
 def _dumps(value: Any, what: str, parts: Sequence[Any]) -> bytes:
@@ -736,7 +670,7 @@ def _dumps(value: Any, what: str, parts: Sequence[Any]) -> bytes:
         culprit = next(filter(None, map(_culprit, parts)), "")
         text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise CannotBeSent(
-            f"{what[:1].upper()}{what[1:]} cannot be sent to a worker: {culprit}{text}. "
+            f"{what} cannot be sent to a worker: {culprit}{text}. "
             "Send what it is made from, and make it in the function."
         ) from error
 
@@ -749,14 +683,7 @@ def _culprit(value: Any) -> str:
         _, failures = inspect_serializability(value, name="it", print_file=io.StringIO())
     except Exception:  # the search calls the object's own code, which has failed before
         return ""
-    named = []
-    for failure in failures:
-        path = [str(part) for part in getattr(failure, "path", ()) if part is not None]
-        text = ".".join(path or [str(getattr(failure, "name", "it"))])
-        named.append(f"{text} is of type {type(failure.obj).__name__}; ")
-    return min(named, default="")
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:500] or type(error).__name__
+    named = [
+        (".".join(map(str, getattr(one, "path", ()) or [one.name])), one.obj) for one in failures
+    ]
+    return min((f"{path} is of type {type(obj).__name__}; " for path, obj in named), default="")

@@ -59,7 +59,6 @@ _MAY_IMPORT_RAY = {
     "remote/hosts/actors.py",
     "work/connection.py",
     "work/tasks.py",
-    "work/worker.py",
 }
 
 

@@ -6,14 +6,11 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import nemo_run as run
 import pytest
-import typer
 
 from nemo_run_ray import FolderPackager, RayExecutor, patches
-from nemo_run_ray.cli import main as cli_main
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.experiment.find import find
 from nemo_run_ray.plan.roles import group_spec
@@ -472,32 +469,6 @@ def test_another_nemo_skills_is_refused_and_left_out_of_all(
 
 
 # ---------------------------------------------------------------------- the verb
-
-
-@pytest.mark.parametrize("option", ["--server-type", "--server_type"])
-def test_ns_needs_a_typer_that_knows_its_options(monkeypatch, option):
-    app = typer.Typer()
-    kind = typer.Option("vllm", option)
-
-    @app.command()
-    def generate(server_type: str = kind, is_plain: bool = typer.Option(False, "--plain")) -> None:
-        ran.append(server_type)
-
-    @app.command()
-    def other() -> None:
-        pass
-
-    ran: list[str] = []
-    monkeypatch.setattr(cli_main, "_skills_command", lambda: SimpleNamespace(load=lambda: app))
-    monkeypatch.setattr(sys, "argv", [])
-    is_known = "_" in option
-    with pytest.raises(SystemExit if is_known else ConfigError) as caught:
-        cli_main.run_ns(["generate", "--server_type", "sglang"])
-    if is_known:
-        assert ran == ["sglang"]
-    else:
-        assert "--server_type" in str(caught.value)
-        assert "pip install 'typer<0.27'" in str(caught.value)
 
 
 def test_ns_needs_nemo_skills():

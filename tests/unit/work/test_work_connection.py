@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -32,7 +31,7 @@ This process on node 10.0.0.1 was started with:
 def test_another_version_is_named_with_the_line_to_install_it(python, step):
     with (
         pytest.raises(VersionMismatch, match=step) as caught,
-        connection._translated("10.0.0.1:6379"),
+        connection._translated("10.0.0.1:6379", {}),
     ):
         raise RuntimeError(_MISMATCH.format(python=python))
     assert f"version 2.54.0 with Python {python}; this program has 2.60.0" in str(caught.value)
@@ -41,7 +40,7 @@ def test_another_version_is_named_with_the_line_to_install_it(python, step):
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("http://ray-head:8265", "is the address of a dashboard"),
+        ("http://ray-head:8265", "is a dashboard's"),
         ("ray-head", "expected is ip:port"),
         ("ray://ray-head", "expected is ip:port"),
         ("tcp://ray-head:6379", "expected is ip:port"),
@@ -61,7 +60,6 @@ def test_an_address_that_takes_no_calls_is_refused(monkeypatch, address, words):
     [
         (None, "", ""),
         (None, "local", ""),
-        ("", "", ""),
         ("", "10.0.0.1:6379", "10.0.0.1:6379"),
         (None, "10.0.0.1:6379", "10.0.0.1:6379"),
         ("auto", "", ""),
@@ -73,29 +71,21 @@ def test_an_address_that_takes_no_calls_is_refused(monkeypatch, address, words):
 )
 def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
     monkeypatch.setenv("RAY_ADDRESS", variable)
-    assert connection.asked_for(given) == found
+    assert connection._asked_for(given) == found
 
 
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379"]
 )
-def test_where_nothing_listens(monkeypatch, address):
+def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     """Ray itself would ask for two minutes, and then end the program."""
-    monkeypatch.setattr(connection, "_LISTENS_S", 0.5)
     monkeypatch.setattr(connection.Connection, "_init", lambda *_: pytest.fail("Ray is asked"))
     with pytest.raises(Unreachable, match=f"No Ray can be reached at {address}: "):
         connection.join(address, None, {})
     assert "RAY_ADDRESS" not in os.environ
 
 
-#: What a gRPC server sends first, whatever it has got: the head of a frame with its settings.
-_SETTINGS = b"\x00\x00\x12\x04\x00"
-
-
-def answer(server: socket.socket, text: bytes, after_s: float) -> None:
-    """Listen after a while, and give one connection an answer."""
-    time.sleep(after_s)
-    server.listen()
+def answer(server: socket.socket, text: bytes) -> None:
     connection, _ = server.accept()
     with connection:
         connection.recv(100)
@@ -103,44 +93,19 @@ def answer(server: socket.socket, text: bytes, after_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_ray"), [(_SETTINGS, True), (b"HTTP/1.1 200 OK\r\n\r\n", False)]
+    ("text", "is_ray"),
+    [
+        (b"\x00\x00\x12\x04\x00", True),  # the settings that a gRPC server sends first
+        (b"HTTP/1.1 200 OK\r\n\r\n", False),
+    ],
 )
-def test_a_head_that_starts_is_waited_for(text, is_ray):
+def test_the_address_of_a_web_server_is_refused(text, is_ray):
     expected = nullcontext() if is_ray else pytest.raises(ConnectionError, match="dashboard")
-    with socket.socket() as server, ThreadPoolExecutor() as pool:
-        server.bind(("127.0.0.1", 0))
-        answered = pool.submit(answer, server, text, 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        answered = pool.submit(answer, server, text)
         with expected:
-            connection.check_listens(f"127.0.0.1:{server.getsockname()[1]}")
+            connection._check_listens(f"127.0.0.1:{server.getsockname()[1]}")
         answered.result()
-
-
-class RayThatEndsPrograms:
-    """A ray module whose ``init()`` ends as if it had been sent SIGTERM."""
-
-    def __init__(self, code):
-        self.code = code
-
-    def is_initialized(self):
-        return False
-
-    def init(self, **_):
-        raise SystemExit(self.code)
-
-
-@pytest.mark.parametrize(
-    ("code", "given_up_s", "expected"),
-    [(15, 0.0, Unreachable), (15, 30.0, SystemExit), (1, 0.0, SystemExit)],
-)
-def test_a_program_that_ray_ends_goes_on(monkeypatch, code, given_up_s, expected):
-    """What listens is no GCS; a program that others end is ended."""
-    monkeypatch.setattr(connection, "_GIVEN_UP_S", given_up_s)
-    monkeypatch.setitem(sys.modules, "ray", RayThatEndsPrograms(code))
-    monkeypatch.setattr(connection, "check_listens", lambda _: None)
-    with pytest.raises(expected) as caught:
-        connection.join("10.0.0.1:6379", None, {})
-    if expected is Unreachable:
-        assert "10.0.0.1:6379: what listens there has not answered as the GCS" in str(caught.value)
 
 
 class Initialised:
@@ -163,22 +128,23 @@ class Initialised:
     ("variable", "handed_over"),
     [
         ("10.0.0.2:6379", "10.0.0.1:6379"),
-        ("http://10.0.0.1:8265", "10.0.0.1:6379"),
         ("auto", "10.0.0.1:6379"),
         ("ray://10.0.0.1:10001", "ray://10.0.0.1:10001"),
     ],
 )
-def test_a_program_goes_on_with_the_ray_that_it_has_connected_to(
-    monkeypatch, variable, handed_over
-):
+def test_a_program_keeps_the_ray_that_it_has_connected_to(monkeypatch, variable, handed_over):
     monkeypatch.setenv("RAY_ADDRESS", variable)
     monkeypatch.setitem(sys.modules, "ray", Initialised())
+    with pytest.raises(ConfigError, match=r"give it to ray\.init\(\)"):
+        connection.join(None, None, {"pip": ["x"]})
     joined = connection.join(None, None, {})
     try:
         assert joined.address == "10.0.0.1:6379"
         assert os.environ["RAY_ADDRESS"] == handed_over
         with pytest.raises(ConfigError, match=r"10\.0\.0\.9:6379 was asked for"):
             connection.join("10.0.0.9:6379", None, {})
+        with pytest.raises(ConfigError, match=r"is connected with runtime_env=\{\}, and has one"):
+            connection.join(None, None, {"pip": ["x"]})
     finally:
         connection.leave(joined)
     assert os.environ["RAY_ADDRESS"] == variable
@@ -187,15 +153,3 @@ def test_a_program_goes_on_with_the_ray_that_it_has_connected_to(
 def test_a_program_that_is_connected_by_ray_client_may_name_its_server(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", Initialised(by_client=True))
     connection.leave(connection.join("ray://10.0.0.1:10001", None, {}))
-
-
-def test_a_runtime_env_that_would_not_be_used_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", Initialised())
-    with pytest.raises(ConfigError, match=r"give runtime_env to ray\.init\(\)"):
-        connection.join(None, None, {"pip": ["x"]})
-    joined = connection.join(None, None, {})
-    try:
-        with pytest.raises(ConfigError, match=r"is connected with runtime_env=\{\}, and has one"):
-            connection.join(None, None, {"pip": ["x"]})
-    finally:
-        connection.leave(joined)
