@@ -122,12 +122,6 @@ def unique() -> str:
     return f"t{uuid.uuid4().hex[:10]}"
 
 
-@pytest.fixture
-def eventually() -> Callable[..., object]:
-    """Ask until the answer is true; fail with the last one."""
-    return wait_for
-
-
 def wait_for(question: Callable[[], _T], within_s: float = 60) -> _T:
     began = time.monotonic()
     deadline = began + within_s
@@ -204,20 +198,10 @@ def processes_of_home(wanted: Callable[[int, list[str]], bool]) -> list[int]:
 def processes_of(submission_id: str) -> list[int]:
     """The processes on this machine that belong to a job's command."""
     mark = f"{TAG}={submission_id}/".encode()
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and mark in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it ended while we looked
-    return found
+    return processes_where(lambda pid, _: mark in Path(f"/proc/{pid}/environ").read_bytes())
 
 
 def files_with(value: str, folder: Path) -> list[str]:
     """The files below a folder that hold a text."""
-    found = []
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and value.encode() in path.read_bytes():
-            found.append(str(path))
-    return found
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return [str(path) for path in files if value.encode() in path.read_bytes()]

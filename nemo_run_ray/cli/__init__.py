@@ -1,6 +1,8 @@
 """The command line."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -25,10 +27,22 @@ class _Plain(Console):
 out = _Plain()
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print one line for each row, however long, so that ``grep`` finds it."""
-    lines = [columns, *rows]
+def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], as_json: bool = False) -> None:
+    """Print rows: as JSON, or one line for each, however long, so that ``grep`` finds it."""
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    lines = [[name.replace("_", " ") for name in columns]]
+    lines += [[_cell(row[name]) for name in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         print(shown("  ".join(cells).rstrip()))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = [f"{name}={one}" for name, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return "" if value is None else " ".join(str(value).split())

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray import clusters as kinds
-from nemo_run_ray.cli import out, print_table
+from nemo_run_ray.cli import out, show
 from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 
@@ -161,7 +161,8 @@ def doctor(
         raise ConfigError(f"Give one cluster file, not {name!r} and --cluster {cluster!r}.")
     name = cluster if name is None else name
     if name is None:
-        rows = look(dashboard_of(cluster_at(address)))
+        cluster_at = kinds.LocalCluster() if address is None else ExistingCluster(url=address)
+        rows = look(dashboard_of(cluster_at))
     elif address is not None:
         raise ConfigError("Give a cluster file's name or an --address, not both.")
     else:
@@ -183,20 +184,6 @@ def _load(name: str) -> Document:
     loaded = load(name)
     check_fields_of(loaded)
     return loaded
-
-
-def cluster_at(address: str | None) -> Cluster:
-    """The cluster of an address; without one the embedded Ray.
-
-    Raises:
-        ConfigError: the address is no address.
-    """
-    if address is not None and not address.strip():
-        raise ConfigError(
-            "--address is empty, as from a variable that is not set. Give the address of a "
-            "dashboard, or leave it out to look at the embedded Ray."
-        )
-    return kinds.LocalCluster() if address is None else ExistingCluster(url=address)
 
 
 def dashboard_of(cluster: Cluster) -> Dashboard:
@@ -293,19 +280,13 @@ def _list_files(as_json: bool) -> None:
     except ConfigError as error:  # the others are good all the same
         problem = {"name": "env.toml", "kind": "wrong", "where": "", "pools": [], "path": ""}
         rows.append({**problem, "error": str(error)})
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    elif rows:
+    if rows or as_json:
         columns = ("name", "kind", "where", "pools", "path")
-        cells = [
-            {
-                **row,
-                "where": row["error"].partition("\n")[0] or row["where"],
-                "pools": ", ".join(row["pools"]),
-            }
-            for row in rows
-        ]
-        print_table(columns, [[row[column] for column in columns] for row in cells])
+        if not as_json:
+            rows = [
+                {**row, "where": row["error"].partition("\n")[0] or row["where"]} for row in rows
+            ]
+        show(rows, columns, as_json)
     else:
         folders = ", ".join(str(folder) for folder in load.folders())
         out.print(
@@ -342,25 +323,21 @@ def _show_file(name: str, as_json: bool) -> None:
 
     loaded = _load(name)
     cluster_of(loaded)
-    rows, ignored = list(_values(loaded)), loaded.ignored
+    folder = "" if as_json else f"{loaded.path.parent}{os.sep}"
+    rows = [
+        {"key": key, "value": value, "source": source.removeprefix(folder)}
+        for key, value, source in _values(loaded)
+    ]
     if as_json:
-        found = {
-            "path": str(loaded.path),
-            "format": loaded.format,
-            "values": [{"key": key, "value": value, "source": where} for key, value, where in rows],
-            "ignored": [
-                {"key": key.key, "reason": key.reason, "source": key.where} for key in ignored
-            ],
-        }
-        print(json.dumps(found, indent=1, default=str))
+        ignored = [
+            {"key": key.key, "reason": key.reason, "source": key.where} for key in loaded.ignored
+        ]
+        found = {"path": str(loaded.path), "format": loaded.format, "values": rows}
+        print(json.dumps({**found, "ignored": ignored}, indent=1, default=str))
         return
     out.print(f"{loaded.path} ({loaded.format})")
-    folder = f"{loaded.path.parent}{os.sep}"
-    print_table(
-        ("key", "value", "from"),
-        [(key, str(value), source.removeprefix(folder)) for key, value, source in rows],
-    )
-    for key in ignored:
+    show(rows, ("key", "value", "source"))
+    for key in loaded.ignored:
         out.print(f"ignored: {key.key} ({key.where}): {key.reason}")
 
 

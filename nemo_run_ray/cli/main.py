@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 import os
 import sys
 import time
@@ -19,7 +18,7 @@ import typer
 from nemo_run.core.frontend.console.api import CONSOLE
 from rich.live import Live
 
-from nemo_run_ray.cli import out, print_table
+from nemo_run_ray.cli import out, show
 from nemo_run_ray.cli.clusters import clusters, doctor, down, init, up
 from nemo_run_ray.errors import NO_SPACE, ConfigError, JobError, NemoRunRayError
 
@@ -57,7 +56,7 @@ def status(
     from nemo_run_ray.cli.status_report import observe
 
     if elements is not None:
-        _print_elements(_job(name, job).select_elements(elements), as_json)
+        _show_elements(_job(name, job).select_elements(elements), as_json)
         return
     jobs = _jobs(name, job)
     report = observe(jobs)
@@ -143,25 +142,12 @@ def logs(
         sys.stdout.flush()
 
 
-def _print_elements(elements: Sequence[Element], as_json: bool = False) -> None:
-    if as_json:
-        print(json.dumps([asdict(element) for element in elements], indent=1))
-        return
-    if not elements:
+def _show_elements(elements: Sequence[Element], as_json: bool = False) -> None:
+    if elements or as_json:
+        columns = ("index", "state", "attempts", "exit_code", "values", "reason")
+        show([asdict(element) for element in elements], columns, as_json)
+    else:
         print("There is no such element.")
-        return
-    rows = [
-        (
-            str(element.index),
-            element.state,
-            str(element.attempts),
-            "" if element.exit_code is None else str(element.exit_code),
-            ", ".join(f"{field}={value}" for field, value in element.values.items()),
-            " ".join(element.reason.split()),
-        )
-        for element in elements
-    ]
-    print_table(("element", "state", "attempts", "exit code", "values", "reason"), rows)
 
 
 def _check_element(job: RemoteJob, element: int) -> None:
@@ -196,7 +182,7 @@ def cancel(
     from nemo_run_ray.experiment.cancel import cancel_all
 
     if elements is not None:
-        _print_elements(_job(name, job).cancel_elements(elements))
+        _show_elements(_job(name, job).cancel_elements(elements))
         return
     for line in cancel_all(_jobs(name, job)):
         out.print(line)
@@ -257,15 +243,9 @@ def patches(as_json: AsJson = False) -> None:
         }
         for name, state in known.status().items()
     ]
-    if as_json:
-        print(json.dumps(rows, indent=1))
-        return
-    for row in rows:
-        out.print(
-            f"{row['name']}: {row['state']}\n  {row['why']}\n  Verified on NeMo-Run "
-            f"{' to '.join(row['verified'])}; retired by {row['retired_by']}."
-        )
-    out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…")
+    show(rows, ("name", "state", "why"), as_json)
+    if not as_json:
+        out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…")
 
 
 VERBS: tuple[Callable[..., Any], ...] = (

@@ -27,8 +27,6 @@ _STATES = (
 )
 #: The states of an array's elements, in the order of their parts of a bar.
 ELEMENT_STATES = ("succeeded", "failed", "cancelled", "running", "waiting")
-#: A longer message loses its middle; the log has all of it.
-MESSAGE_MAX = 6000
 #: Up to this many jobs all dependencies are drawn; beyond, those of the chosen job.
 ALL_LINKS_MAX = 40
 #: Pixels of a row, and of its letters, up to a number of jobs.
@@ -94,6 +92,7 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters |= {"utc": utc, "duration": length}
     return environment.get_template("page.html.jinja").render(
         which_links="all" if has_all_links else "chosen",
         style_hash=_sha256(style),
@@ -101,19 +100,13 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
         style=style,
         script=script,
         title=title,
-        facts=(
-            f"{len(rows)} job{'' if len(rows) == 1 else 's'}",
-            f"{'running for' if is_live else 'took'} {length(span_s)}",
-            f"began {utc(began_at)}",
-            f"page made {utc(now)}",
-        ),
+        is_live=is_live,
+        began_at=began_at,
+        now=now,
         counts=[(state.lower(), counts[state]) for state in _STATES if counts[state]],
-        start_s=f"{axis.start:.3f}",
-        span_s=f"{span_s:.3f}",
-        ticks=[
-            (_percent(axis.x(axis.start + at)), length(at) if at else "0", utc(axis.start + at))
-            for at in _ticks(span_s)
-        ],
+        start_s=axis.start,
+        span_s=span_s,
+        ticks=[(_percent(axis.x(axis.start + at)), at) for at in _ticks(span_s)],
         arrows=[(jobs[number], job) for job in jobs for number in job["after"] if has_all_links],
         jobs=jobs,
     )
@@ -129,7 +122,7 @@ def _jobs(rows: Sequence[Row], axis: _Axis, began_at: float) -> list[dict[str, A
         ends.append(axis.end if _is_live(row) else max(last, default=None))
     jobs: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
-        attempts, message, state = row["attempts"], row["message"], row["state"]
+        attempts, state = row["attempts"], row["state"]
         names = [name for name in dict.fromkeys(row["after"]) if name != row["job"]]
         after = [numbers[name] for name in names if name in numbers]
         # It waits for others until the last of them has ended.
@@ -137,10 +130,7 @@ def _jobs(rows: Sequence[Row], axis: _Axis, began_at: float) -> list[dict[str, A
         first_at = attempts[0]["posted_at"] if attempts else ends[number] or ready_at
         # A job below that was cancelled with this one has its mark where this one's is.
         ends[number] = end_at = ends[number] or ready_at
-        waits = f"for {len(row['waits_for'])} job{'s' if len(row['waits_for']) > 1 else ''}"
-        if len(message) > MESSAGE_MAX:
-            cut = MESSAGE_MAX // 3
-            message = f"{message[:cut]}\n[… characters are left out …]\n{message[-2 * cut :]}"
+        waits = f"for {len(row['waits_for'])} job(s)"
         jobs.append(
             {
                 "number": number,
@@ -148,15 +138,12 @@ def _jobs(rows: Sequence[Row], axis: _Axis, began_at: float) -> list[dict[str, A
                 "state": state.lower(),
                 "said": _said(state, row["reason"] or (waits if row["waits_for"] else "")),
                 "took": length(end_at - first_at) if attempts else "",
-                "message": message,
+                "message": row["message"],
                 "first_x": _percent(axis.x(first_at)),
                 "end_x": _percent(axis.x(end_at)),
                 "after": after,
                 "bars": _bars(row, axis, began_at, ready_at, first_at),
                 "attempts": [_attempt(place, row, axis) for place in range(len(attempts))],
-                "no_attempt": "No attempt of it was seen."
-                if state in ("LOST", "UNKNOWN")
-                else "It was never submitted.",
                 "waits_for": [{"name": name} for name in row["waits_for"]],
                 "strangers": [{"name": name} for name in names if name not in numbers],
                 "needed_by": [],
@@ -227,24 +214,16 @@ def _attempt(place: int, row: Row, axis: _Axis) -> dict[str, Any]:
     posted, running, ended = axis.moments(attempt)
     width = axis.x(ended) - axis.x(running) if is_one_of_several else 0.0
     has_mark = width >= _MARK_MIN and attempt is not attempts[-1]
-    ending = "not seen"
-    if attempt["ended_at"] is not None:
-        ending = f"{utc(ended)}, {length(ended - running)} later"
-    elif attempt["seen_at"] is not None:
-        ending += f"; last seen alive {utc(attempt['seen_at'])}"
     return {
         "number": place + 1,
         "number_x": _percent(axis.x(running)) if width >= _NUMBER_MIN else None,
         "mark_x": _percent(axis.x(ended)) if has_mark else None,
         "state": attempt["state"].lower(),
         "said": _said(attempt["state"], attempt["reason"]),
-        "posted": utc(posted),
-        "running": f"{utc(running)}, {length(running - posted)} later"
-        if attempt["running_at"] is not None
-        else "not seen",
-        "ended": ending,
-        "submission_id": attempt["id"],
-        "node": attempt["node"],
+        "posted": posted,
+        "running": running,
+        "ended": ended,
+        "row": attempt,
     }
 
 

@@ -164,5 +164,5 @@ def test_the_command_shows_them(tmp_path):
     assert rows["dgxcloud_exports"]["verified"] == ["0.9", "0.12"]
     assert all(row["why"] and row["retired_by"] for row in rows.values())
     text = tool("nemo-run-ray", "patches", env=environment).stdout
-    assert "dgxcloud_exports: applied" in text
-    assert "data_mover_configs: off" in text
+    states = {line.split()[0]: line.split()[1] for line in text.splitlines()}
+    assert (states["dgxcloud_exports"], states["data_mover_configs"]) == ("applied", "off")

@@ -8,6 +8,7 @@ import pytest
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.experiment.job import RemoteJob
+from tests.conftest import wait_for
 
 WIDE = 6 * 1024**2  # beyond the 4 MiB that Ray's own WebSocket takes
 
@@ -78,10 +79,10 @@ def test_a_log_of_many_lines_arrives_whole_and_in_order(start):
     assert hash(found) == hash(expected), "lines are missing, twice or out of order"
 
 
-def test_without_tailing_a_running_job_shows_what_there_is(start, eventually):
+def test_without_tailing_a_running_job_shows_what_there_is(start):
     job = start("import time; print('first'); time.sleep(100)")
 
-    eventually(lambda: "first" in "".join(job.log(follow=False)))
+    wait_for(lambda: "first" in "".join(job.log(follow=False)))
     job.cancel()
 
 

@@ -215,7 +215,7 @@ def test_the_page_works_under_its_policy(tab, tmp_path, count):
     assert tab.ask(titles) == [one["job"] for one in rows]
 
 
-@pytest.mark.parametrize(("count", "width"), [(12, 480), (12, 2200), (100, 1400), (300, 1000)])
+@pytest.mark.parametrize(("count", "width"), [(12, 480), (100, 2200), (300, 1000)])
 def test_everything_is_aligned(tab, tmp_path, count, width):
     tab.size(width, 900)
     tab.open(_write(tmp_path, experiment(count)))
@@ -362,12 +362,3 @@ def test_without_scripts_all_is_there(tab, tmp_path):
     assert tab.ask("document.querySelector('.tools').checkVisibility()") is False
     assert tab.ask("document.querySelector('#job-1').checkVisibility()")
     assert tab.ask("document.querySelectorAll('.all use').length") == 2
-
-
-def test_print_tells_what_went_wrong(tab, tmp_path):
-    tab.open(_write(tmp_path, _chain()))
-    tab.send("Emulation.setEmulatedMedia", media="print")
-    visible = "[...document.querySelectorAll('.card')].filter((one) => one.checkVisibility())"
-    assert tab.ask(f"{visible}.map((one) => one.id)") == ["job-1"]
-    assert tab.ask("document.querySelector('.tools').checkVisibility()") is False
-    assert tab.send("Page.printToPDF")["data"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.cli.timeline import ALL_LINKS_MAX, MESSAGE_MAX, page
+from nemo_run_ray.cli.timeline import ALL_LINKS_MAX, page
 
 _BEGAN = 1_767_225_600.0  # 2026-01-01
 _VOID = {"meta", "input"}
@@ -18,7 +18,7 @@ _HOSTILE = (
     "</title></style><img src=x onerror=alert(1)>",
     "\"' onmouseover='alert(1)' x=\"",
     "<!-- ]]> -->",
-    "$title ${rows} %s {0} \\",
+    "$title ${rows} %s {0} \\ {{ 7 * 7 }}{% raw %}{# gone #}",
     "a\nb\rc\td\0\x1b[31me\x1b[0m\x7f",
     "\u202e\u05e9\u05dc\u05d5\u05dd",
     "\ud800 alone",
@@ -101,14 +101,45 @@ def _check_bars(made: _Page) -> None:
         assert left + width <= 100.02  # each was rounded
 
 
-def test_phases_of_a_job():
-    made = _page(row("a", "SUCCEEDED", attempt(posted=10, running=20, ended=100)))
-    waiting, pending, running = made.bars()
-    assert [waiting["class"], pending["class"], running["class"]] == [
-        *("waiting", "pending succeeded", "running succeeded")
-    ]
-    places = [(_percent(one["x"]), _percent(one["width"])) for one in made.bars()]
-    assert places == [(0, 10), (10, 10), (20, 80)]
+@pytest.mark.parametrize(
+    ("state", "attempts", "bars"),
+    [
+        (
+            "SUCCEEDED",
+            [attempt(10, 20, 100)],
+            ["waiting 0 10", "pending succeeded 10 10", "running succeeded 20 80"],
+        ),
+        ("FAILED", [attempt(0, None, 100, "FAILED")], ["running failed 0 100"]),
+        (
+            "RUNNING",
+            [attempt(0, 50, None, "RUNNING")],
+            ["pending running 0 50", "running running 50 50"],
+        ),
+        (
+            "PENDING",
+            [attempt(20, None, None, "PENDING")],
+            ["waiting 0 20", "pending pending 20 80"],
+        ),
+        ("WAITING", [], ["waiting 0 100"]),
+        # It was seen to begin, and no more.
+        ("LOST", [attempt(0, 100, None, "LOST")], ["pending lost 0 100", "running lost 100 0"]),
+    ],
+)
+def test_bars_of_a_job(state, attempts, bars):
+    made = _page(row("a", state, *attempts))
+    found = [(bar["class"], _percent(bar["x"]), _percent(bar["width"])) for bar in made.bars()]
+    assert [f"{kind} {round(left)} {round(width)}" for kind, left, width in found] == bars
+    is_unseen = any(one["running_at"] is None and one["ended_at"] for one in attempts)
+    tips = made.texts_in("title")
+    assert any("start not seen" in text for text in tips) is is_unseen
+
+
+def test_a_job_waits_for_others_and_then_for_its_turn():
+    first = row("a", "SUCCEEDED", attempt(posted=0, running=0, ended=40))
+    second = row("b", "SUCCEEDED", attempt(posted=50, running=60, ended=100), after=("a",))
+    early, waiting = _page(first, second).bars()[1:3]
+    assert [early["class"], early["x"], early["width"]] == ["early", "0.00%", "40.00%"]
+    assert [waiting["class"], waiting["x"], waiting["width"]] == ["waiting", "40.00%", "10.00%"]
 
 
 def test_an_array_has_a_band_with_a_part_for_each_state_of_its_elements():
@@ -122,40 +153,6 @@ def test_an_array_has_a_band_with_a_part_for_each_state_of_its_elements():
     ]
     _check_bars(made)
     assert "50 of 200 elements: failed" in made.texts_in("title")
-
-
-def test_waiting_for_others_is_told_from_waiting_for_ones_turn():
-    first = row("a", "SUCCEEDED", attempt(posted=0, running=0, ended=40))
-    second = row("b", "SUCCEEDED", attempt(posted=50, running=60, ended=100), after=("a",))
-    early, waiting = _page(first, second).bars()[1:3]
-    assert (early["class"], _percent(early["x"]), _percent(early["width"])) == ("early", 0, 40)
-    assert (waiting["class"], _percent(waiting["x"])) == ("waiting", 40)
-    assert _percent(waiting["width"]) == 10
-
-
-def test_a_start_that_nobody_saw():
-    made = _page(row("a", "FAILED", attempt(posted=0, running=None, state="FAILED")))
-    assert made.kinds() == ["running failed"]
-    assert any("start not seen" in text for text in made.texts_in("title"))
-
-
-def test_what_goes_on_goes_to_the_present():
-    going = attempt(posted=0, running=50, ended=None, state="RUNNING")
-    pending, running = _page(row("a", "RUNNING", going)).bars()
-    assert (_percent(pending["width"]), _percent(running["width"])) == (50, 50)
-    still = attempt(posted=20, running=None, ended=None, state="PENDING")
-    assert _page(row("a", "PENDING", still)).kinds() == ["waiting", "pending pending"]
-    assert _page(row("a", "WAITING")).kinds() == ["waiting"]
-
-
-def test_an_experiment_that_is_over_ends_with_its_last_job():
-    made = _page(row("a", "SUCCEEDED", attempt(ended=50)), now=1e6)
-    assert made.all("svg", role="img")[0]["data-span"] == "50.000"
-
-
-def test_of_a_lost_attempt_that_nobody_saw_again_the_beginning_is_drawn():
-    made = _page(row("a", "LOST", attempt(0, 10, None, "LOST")))
-    assert made.kinds() == ["pending lost", "running lost"]
 
 
 def test_every_attempt_has_its_bars():
@@ -208,12 +205,6 @@ def test_dependencies_are_drawn_for_few_jobs():
     assert not _page(*few, row("one more")).all("use", href="#head-down")
 
 
-def test_names_that_no_row_has():
-    made = _page(row("a", after=("gone", "a")), row("b", after=("a", "a")))
-    assert [one["data-after"] for one in made.all("li") if "data-after" in one] == ["", "0"]
-    assert "gone" in made.texts_in("bdi")
-
-
 def test_the_head():
     rows = (row("a", "FAILED", attempt(ended=3725)), row("b", "CANCELLED"))
     made = _page(*rows, now=4000, title="my <title>")
@@ -240,15 +231,6 @@ def test_ticks(span, labels):
     assert _page(row("a", "WAITING"), now=span).texts_in("text") == labels
 
 
-def test_a_long_message_keeps_both_ends():
-    message = "first line\n" + "x" * 3 * MESSAGE_MAX + "\nlast line"
-    shown = "".join(_page(row(message=message)).texts_in("pre"))
-    assert shown.startswith("first line\n")
-    assert shown.endswith("\nlast line")
-    assert "characters are left out" in shown
-    assert len(shown) < MESSAGE_MAX + 100
-
-
 def test_the_policy_names_the_only_style_and_script():
     text = page("t", [row(name, message=name) for name in _HOSTILE], _BEGAN, _BEGAN)
     policy = _Page(text).all("meta", **{"http-equiv": "Content-Security-Policy"})[0]["content"]
@@ -259,26 +241,6 @@ def test_the_policy_names_the_only_style_and_script():
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
     assert text.index("Content-Security-Policy") < text.index("<style>")
-
-
-def test_nothing_is_fetched_and_no_attribute_runs():
-    made = _page(*[row(name, reason=name, message=name) for name in _HOSTILE])
-    for tag, attributes in made.tags:
-        assert tag not in {"img", "link", "iframe", "object", "embed", "base", "form"}
-        assert not {"src", "style", "srcset", "action"} & attributes.keys()
-        assert not [name for name in attributes if name.startswith("on")]
-        assert attributes.get("href", "#").startswith("#")
-    text = page("t", [row()], _BEGAN, _BEGAN)
-    assert "@import" not in text
-    assert set(re.findall(r"https?://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert set(re.findall(r"url\((.)", text)) == {"#"}
-
-
-def test_words_are_no_template():
-    words = "{{ 7 * 7 }}{% raw %}{# gone #}"
-    made = _page(row(words, reason=words, message=words), title=words)
-    assert made.texts_in("bdi") == [words] * 3
-    assert made.texts_in("pre") == [words]
 
 
 def test_many_jobs_are_no_trouble():
@@ -336,6 +298,9 @@ def test_any_jobs_give_a_page(title, rows, began_at, now):
     assert text.encode()
     lanes = [one for one in made.all("li") if one.get("class", "").startswith("row ")]
     assert len(lanes) == len(made.all("section")) == len(rows)
-    allowed = {tag for tag, _ in _page(row("a", "FAILED", attempt(), message="m")).tags}
-    assert {tag for tag, _ in made.tags} <= allowed | {"ul", "li", "h4", "a", "text", "line"}
     assert len(made.all("script")) == len(made.all("style")) == 1
+    for tag, attributes in made.tags:  # nothing is fetched, and no attribute runs
+        assert tag not in {"img", "link", "iframe", "object", "embed", "base", "form"}
+        assert not {"src", "style", "srcset", "action"} & attributes.keys()
+        assert not [name for name in attributes if name.startswith("on")]
+        assert attributes.get("href", "#").startswith("#")
