@@ -21,7 +21,7 @@ _LOOK_MAX_S = 60.0
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _STOP = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from nemo_run_ray.cli.clusters import stop_unused; stop_unused(sys.argv[2])"
+    "from nemo_run_ray.cli.main import stop_unused; stop_unused(sys.argv[2])"
 )
 
 

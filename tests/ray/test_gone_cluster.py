@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor, find
-from nemo_run_ray.cli.clusters import dashboard_of
+from nemo_run_ray.cli.main import dashboard_of
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ClusterError, Unreachable
 from tests.conftest import processes_where, tool, wait_for

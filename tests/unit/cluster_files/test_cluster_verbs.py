@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_run_ray import LocalCluster
-from nemo_run_ray.cli.clusters import cluster_of_ours
-from nemo_run_ray.cli.main import build
+from nemo_run_ray.cli.main import build, cluster_of_ours
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nemo_run_ray import LocalCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.cli.clusters import checks_table
+from nemo_run_ray.cli.main import checks_table
 from nemo_run_ray.cluster_files.check import CheckState, look, sample
 from nemo_run_ray.cluster_files.load import Document, load
 from nemo_run_ray.cluster_files.schema import ClusterFile
