@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Group
@@ -65,13 +65,8 @@ class ObservedJob:
             "attempts": [
                 {
                     "id": attempt.submission_id,
+                    **asdict(attempt),
                     "state": self._state_of(attempt.state),
-                    "reason": attempt.reason,
-                    "node": attempt.node,
-                    "posted_at": attempt.posted_at,
-                    "running_at": attempt.running_at,
-                    "ended_at": attempt.ended_at,
-                    "exit_code": attempt.exit_code,
                 }
                 for attempt in self.attempts.values()
             ],
@@ -93,13 +88,11 @@ class ObservedJob:
         row = self.as_dict()
         attempts = with_begin_times(self.job, self.attempts).values()
         for shown, attempt in zip(row["attempts"], attempts, strict=True):
-            seen_at = None
-            if self._state_of(attempt.state) != attempt.state:
+            shown["running_at"], shown["seen_at"] = attempt.running_at, None
+            if shown["state"] != attempt.state:
                 # Last seen by a look, or by the last line of the log that its cluster has left.
                 moments = [path.stat().st_mtime for path in self.job.left_logs()]
-                seen_at = max([*moments, attempt.seen_at or 0.0]) or None
-            shown["seen_at"], shown["running_at"] = seen_at, attempt.running_at
-            shown["reason"] = attempt.detail or attempt.reason
+                shown["seen_at"] = max([*moments, attempt.seen_at or 0.0]) or None
         return row
 
 

@@ -56,7 +56,10 @@ class _Axis:
     def moments(self, attempt: Row) -> tuple[float, float, float]:
         """The moments posted, running and ended, in this order whatever the clocks say."""
         posted = attempt["posted_at"]
-        ended = max(posted, attempt["ended_at"] or attempt["seen_at"] or self.end)
+        ended = max(
+            posted,
+            attempt["ended_at"] or attempt["seen_at"] or self.end,
+        )
         is_pending = attempt["ended_at"] is None and attempt["state"] == "PENDING"
         running = attempt["running_at"] or (ended if is_pending else posted)
         return posted, min(max(posted, running), ended), ended
@@ -177,7 +180,7 @@ def _bars(
     for number, attempt in enumerate(attempts, start=1):
         posted, running, ended = axis.moments(attempt)
         state, is_seen = attempt["state"], attempt["running_at"] is not None
-        which = f"attempt {number} of {len(attempts)}: {_said(state, attempt['reason'])}"
+        which = f"attempt {number} of {len(attempts)}: {_how(attempt)}"
         add("waiting", last, posted, "waiting for the next attempt")
         # An attempt that was lost was seen to begin, if nothing of it later.
         both = state == "LOST" and is_seen
@@ -219,7 +222,7 @@ def _attempt(place: int, row: Row, axis: _Axis) -> dict[str, Any]:
         "number_x": _percent(axis.x(running)) if width >= _NUMBER_MIN else None,
         "mark_x": _percent(axis.x(ended)) if has_mark else None,
         "state": attempt["state"].lower(),
-        "said": _said(attempt["state"], attempt["reason"]),
+        "said": _how(attempt),
         "posted": posted,
         "running": running,
         "ended": ended,
@@ -229,6 +232,10 @@ def _attempt(place: int, row: Row, axis: _Axis) -> dict[str, Any]:
 
 def _is_live(row: Row) -> bool:
     return not JobState(row["state"]).is_terminal
+
+
+def _how(attempt: Row) -> str:
+    return _said(attempt["state"], attempt["detail"] or attempt["reason"])
 
 
 def _said(state: str, why: str) -> str:

@@ -76,7 +76,14 @@ class _Page(HTMLParser):
 def attempt(posted=1.0, running=5.0, ended=60.0, state="SUCCEEDED", reason=""):
     moments = {"posted_at": posted, "running_at": running, "ended_at": ended, "seen_at": None}
     at = {name: None if at is None else _BEGAN + at for name, at in moments.items()}
-    return {"id": "exp.job", "node": "ab" * 28, "state": state, "reason": reason, **at}
+    return {
+        "id": "exp.job",
+        "node": "ab" * 28,
+        "state": state,
+        "reason": reason,
+        "detail": "",
+        **at,
+    }
 
 
 def row(name="job", state="SUCCEEDED", *attempts, **fields):
@@ -274,6 +281,7 @@ _attempts = st.fixed_dictionaries(
         "seen_at": st.none() | _moments,
         "state": st.sampled_from(_STATES),
         "reason": _words,
+        "detail": _words,
     }
 )
 _rows = st.fixed_dictionaries(
