@@ -18,7 +18,7 @@ from pathlib import Path
 from nemo_run_ray.cluster_files.load import Document
 from nemo_run_ray.cluster_files.resolve import values_of
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.state import Inspection, inspect
+from nemo_run_ray.dashboard.jobs import Inspection, inspect
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.plan.roles import SELECTORS_SINCE, amounts_of

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -18,12 +19,20 @@ from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import SLOW_S, Cached, Http, repeat
 from nemo_run_ray.dashboard.logs import LogStream
 from nemo_run_ray.dashboard.state import AliveNodes, StateApi
-from nemo_run_ray.errors import ClusterError, JobRefused, SubmissionError, Taken, TooOld
+from nemo_run_ray.errors import (
+    ClusterError,
+    JobRefused,
+    SubmissionError,
+    Taken,
+    TooOld,
+    Unauthorised,
+)
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.remote.dashboard import is_passing, last_line, refuses_job
 from nemo_run_ray.remote.end_record import LostEnds
+from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.spec import JobRow, JobRows, job_row, job_rows
-from nemo_run_ray.remote.status import is_pending, is_running
+from nemo_run_ray.remote.status import is_active, is_pending, is_running
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
@@ -268,3 +277,46 @@ def orphan(
         if is_orphan:
             return name
     return ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One look at a cluster.
+
+    Attributes:
+        url: of its dashboard.
+        unreachable: why it cannot be asked at all; empty when it can.
+        unauthorised: why it refuses the credentials; empty when it takes them.
+        version: of its Ray; empty when it is not known.
+        jobs: how many it knows, and how many of these are pending or running; ``None`` when it does
+            not say.
+        nodes: those that live; ``None`` when it does not say.
+        python: version on the head, such as ``3.11.7``; empty when it is not known.
+    """
+
+    url: str
+    unreachable: str = ""
+    unauthorised: str = ""
+    version: str = ""
+    jobs: tuple[int, int] | None = None
+    nodes: tuple[Node, ...] | None = None
+    python: str = ""
+
+
+def inspect(dashboard: Dashboard) -> Inspection:
+    """Look at a cluster, whatever it answers. Looking changes nothing."""
+    api = JobsApi.of(dashboard)
+    try:
+        version, rows = api.version(0.0), api.table()
+    except Unauthorised as error:
+        return Inspection(dashboard.url, unauthorised=str(error))
+    except ClusterError as error:
+        return Inspection(dashboard.url, unreachable=str(error))
+    room = api.state.room()
+    return Inspection(
+        url=dashboard.url,
+        version=version["ray_version"],
+        jobs=(len(rows), sum(map(is_active, rows.values()))),
+        nodes=None if room is None else room.nodes,
+        python=api.state.python(),
+    )

@@ -6,6 +6,7 @@ placement group use what the group reserves, so only the group's bundles count.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import defaultdict
@@ -14,18 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
-from nemo_run_ray.errors import ClusterError, NemoRunRayError, Unauthorised
+from nemo_run_ray.errors import ClusterError, NemoRunRayError
 from nemo_run_ray.fields import brings_python
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.fit import Node
-from nemo_run_ray.remote.spec import JobRow, fits, job_rows, status_file_name
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason, cause_of, file_of, is_active
+from nemo_run_ray.remote.spec import JobRow, fits, status_file_name
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason, cause_of, file_of
 
-#: Seconds until an answer must have come that a status can do without, of those that explain why a
-#: job waits for room, and of those of an inspection.
-_EXPLAIN_S, _ROOM_S, _INSPECT_S = 5.0, 3.0, 4.0
+#: Seconds until an answer must have come that a status can do without, and of those that explain
+#: why a job waits for room.
+_EXPLAIN_S, _ROOM_S = 5.0, 3.0
 #: Ray's own limit of rows.
 _ROWS_MAX = "10000"
 #: Cache lifetime of a cluster's room and of its runtime environments: Ray asks every node.
@@ -247,14 +247,12 @@ class StateApi:
         holdings = _understood(lambda: holdings_of(*tables)) if len(tables) == len(held) else None
         return _understood(lambda: room_of(nodes, holdings))
 
-    def python(self, limit_s: float) -> str | None:
-        """The version of the head's Python; ``None`` when the cluster does not say.
-
-        Raises:
-            ClusterError: no answer came.
-        """
-        answer = self._http.request("GET", "/api/v0/cluster_metadata", limit_s)
-        return _understood(lambda: str(answer.json()["data"]["pythonVersion"]))
+    def python(self) -> str:
+        """The version of the head's Python; empty when the cluster does not say."""
+        with contextlib.suppress(ClusterError, *MALFORMED):
+            answer = self._http.request("GET", "/api/v0/cluster_metadata", _EXPLAIN_S)
+            return str(answer.json()["data"]["pythonVersion"])
+        return ""
 
     def _rows(self, table: str, limit_s: float, state: str = "") -> list[dict[str, Any]] | None:
         """The rows of a table, of one state if that is given; ``None`` without an answer of Ray."""
@@ -295,71 +293,3 @@ def _key(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
         value = runtime_env.get(name)
         key[name] = value.get("packages", value) if isinstance(value, dict) else value
     return key
-
-
-# ------------------------------------------------------ one look before anything is sent
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """One look at a cluster.
-
-    Attributes:
-        url: of its dashboard.
-        unreachable: why it cannot be asked at all; empty when it can.
-        unauthorised: why it refuses the credentials; empty when it takes them.
-        version: of its Ray; empty when it is not known.
-        jobs: how many it knows, and how many of these are pending or running; ``None`` when it does
-            not say.
-        nodes: those that live; ``None`` when it does not say.
-        python: version on the head, such as ``3.11.7``; empty when it is not known.
-    """
-
-    url: str
-    unreachable: str = ""
-    unauthorised: str = ""
-    version: str = ""
-    jobs: tuple[int, int] | None = None
-    nodes: tuple[Node, ...] | None = None
-    python: str = ""
-
-
-def inspect(dashboard: Dashboard) -> Inspection:
-    """Look at a cluster, within 16 s, whatever it answers. Looking changes nothing."""
-    http = Http(dashboard)
-    state, failures = StateApi(http), list[ClusterError]()
-
-    def ask(question: Callable[[], _T]) -> _T | None:
-        try:
-            return question()
-        except ClusterError as error:
-            failures.append(error)
-            return None
-
-    version = ask(lambda: _version(http))
-    jobs = ask(lambda: _jobs(http))
-    refusals = [error for error in failures if isinstance(error, Unauthorised)]
-    is_away = len(failures) == 2 and not refusals
-    room = None if is_away else state.room()
-    python = None if is_away else ask(lambda: state.python(_INSPECT_S))
-    http.close()
-    return Inspection(
-        url=dashboard.url,
-        # A job table that comes too late is no cluster that is away.
-        unreachable=str(failures[0]) if is_away else "",
-        unauthorised=str(refusals[0]) if refusals else "",
-        version=version or "",
-        jobs=jobs,
-        nodes=None if room is None else room.nodes,
-        python=python or "",
-    )
-
-
-def _version(http: Http) -> str:
-    response = http.get("/api/version", limit_s=_INSPECT_S)
-    return http.read(response, lambda answer: str(answer["ray_version"]))
-
-
-def _jobs(http: Http) -> tuple[int, int] | None:
-    rows = http.read(http.get("/api/jobs/", limit_s=_INSPECT_S), job_rows)
-    return len(rows), sum(is_active(row) for row in rows)

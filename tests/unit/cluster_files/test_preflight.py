@@ -9,7 +9,8 @@ import pytest
 from nemo_run_ray.cluster_files.check import CheckRow, CheckState, check, pool_asks
 from nemo_run_ray.cluster_files.load import Document
 from nemo_run_ray.cluster_files.schema import ClusterFile
-from nemo_run_ray.dashboard.state import Inspection, room_of
+from nemo_run_ray.dashboard.jobs import Inspection
+from nemo_run_ray.dashboard.state import room_of
 from nemo_run_ray.remote.fit import ResourceRequest
 from tests.rooms import GIB, FakeNode, room
 
