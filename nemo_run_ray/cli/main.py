@@ -453,7 +453,7 @@ def init(
 ) -> None:
     """Write a first cluster file, cluster_configs/NAME.yaml, with comments."""
     from nemo_run_ray.cluster_files.check import sample
-    from nemo_run_ray.dashboard.state import inspect
+    from nemo_run_ray.dashboard.jobs import inspect
 
     path = Path("cluster_configs", f"{name}.yaml")
     if not _NAME.fullmatch(name):
