@@ -9,7 +9,6 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli.status_report import observe
-from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.experiment.cancel import cancel_all
 from nemo_run_ray.experiment.find import find_experiment, jobs_of
 from nemo_run_ray.experiment.job import RemoteJob
@@ -46,20 +45,6 @@ def jobs(local_cluster) -> Iterator[dict[str, RemoteJob]]:
     found |= hand_over(f"{title}b", _TOO_LARGE)
     yield found
     list(cancel_all(list(found.values())))
-
-
-@pytest.fixture
-def requests(monkeypatch) -> list[str]:
-    """The paths of all requests from now on."""
-    found: list[str] = []
-    send = Http.request
-
-    def request(self, method, path, *args, **options):
-        found.append(path)
-        return send(self, method, path, *args, **options)
-
-    monkeypatch.setattr(Http, "request", request)
-    return found
 
 
 def explained(job: RemoteJob) -> str:
@@ -104,18 +89,3 @@ def test_status_shows_it_for_people_and_programs(jobs):
     assert rows["waits"]["waits_for_room"].startswith("It asks for CPU 2; ")
     assert {row["state"] for row in rows.values() if row["waits_for_room"]} == {"PENDING"}
     assert {name for name, row in rows.items() if row["waits_for_room"]} == {*_ASKS, *_TOO_LARGE}
-
-
-@pytest.mark.soak
-def test_an_answer_costs_four_more_requests_whatever_the_number_of_jobs(jobs, requests):
-    for job in jobs.values():
-        if job.name != "holder":
-            explained(job)
-
-    def explaining() -> list[str]:
-        """The requests of an answer; there are none while the answer before serves."""
-        del requests[:]
-        observe(list(jobs.values()) * 10)
-        return [path for path in requests if path != "/api/jobs/"]
-
-    assert len(wait_for(explaining)) == 4

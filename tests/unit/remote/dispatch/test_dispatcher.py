@@ -48,7 +48,6 @@ from tests.fake_ray import (
     EXIT_CODE_IS_LOST,
     FAILS,
     FINDS_NO_ROOM,
-    GOES_ON,
     NODE_DIES,
     NOW,
     OWN,
@@ -134,20 +133,6 @@ def stories(lines: list[str]) -> list[tuple[str, str]]:
 
 
 # ------------------------------------------------------------------ order and attempts
-
-
-def test_jobs_are_started_after_those_that_they_depend_on(serve):
-    plan = dispatch_of(
-        job_spec("a"),
-        job_spec("b", "a"),
-        job_spec("c", "a"),
-        job_spec("d", "b", "c"),
-        job_spec("x"),
-    )
-    ray = serve(plan)
-    assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
-    assert ray.started == ["e.a", "e.x", "e.b", "e.c", "e.d"]
-    assert ray.overlaps == ray.taken == []
 
 
 def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
@@ -422,26 +407,6 @@ def test_a_dispatcher_that_is_killed_at_any_moment_is_replaced_by_another(serve)
 
 
 # ------------------------------------------------------------------ cancelling and stopping
-
-
-def test_a_cancelled_chain_stops_what_runs_and_starts_nothing_more(serve):
-    plan = dispatch_of(
-        job_spec("a", retries=3), job_spec("b", "a"), job_spec("c", retries=3), job_spec("x")
-    )
-    ray = serve(plan)
-    ray.fates.update({"e.a": GOES_ON, "e.c": NODE_DIES})
-    one = dispatcher_of(plan, ray)
-    rounds(one, ray, 3, seconds=0.3)
-    assert (ray.status("e.a"), ray.status("e.c"), ray.status("e.x")) == (
-        "RUNNING",
-        "FAILED",
-        "SUCCEEDED",
-    )
-    ray.cancel(plan)
-    assert rounds(one, ray, 9) == JobExit.SOME_FAILED
-    assert ray.stops == ["e.a"]
-    assert ray.status("e.a") == "STOPPED"
-    assert ray.started == ["e.a", "e.c", "e.x"]
 
 
 def _stubborn(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
