@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 from .end_record import EndRecord
 from .node import command
 from .node.output import say, write
 from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_key, take_secrets
 from .node.supervise import Runner, run_supervised
-from .spec import ArraySpec, DispatchSpec, GroupSpec, JobSpec, from_json
+from .spec import ArraySpec, GroupSpec, JobSpec, from_json
 
 
 def main(argv: list[str]) -> int:
@@ -38,13 +39,8 @@ def main(argv: list[str]) -> int:
 def _dispatch(submission_id: str, nonce: str) -> int:
     from .dispatch import dispatcher
 
-    path = archived(DISPATCH)
-    if path is None:
-        raise FileNotFoundError("the archive of the dispatch is not on this node")
-    with open(path, encoding="utf-8") as file:
-        dispatch = from_json(file.read())
-    if not isinstance(dispatch, DispatchSpec):
-        raise ValueError(f"{path} holds no dispatch")
+    with open(archived(DISPATCH) or DISPATCH, encoding="utf-8") as file:
+        dispatch: Any = from_json(file.read())
     began_at = time.time()
     code = dispatcher.run(dispatch, submission_id)
     write(EndRecord(code, "NONE", f"exit code {code}", began_at, time.time()).line(nonce))
@@ -53,7 +49,7 @@ def _dispatch(submission_id: str, nonce: str) -> int:
 
 def _run(runner: Runner, job: str, submission_id: str) -> int:
     with open(os.path.join(jobs_folder(), job, SPEC), encoding="utf-8") as file:
-        spec = from_json(file.read())
+        spec: Any = from_json(file.read())
     if isinstance(spec, GroupSpec):
         from .group.driver import run
 
@@ -62,8 +58,6 @@ def _run(runner: Runner, job: str, submission_id: str) -> int:
         from .array.driver import run as run_array
 
         return run_array(runner, spec, job, submission_id)
-    if not isinstance(spec, JobSpec):
-        raise ValueError(f"the spec of the job {job} is that of a role")
     return _run_task(runner, spec, job, submission_id)
 
 
