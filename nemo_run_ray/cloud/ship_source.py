@@ -58,7 +58,7 @@ _LEPTON_LINE = f'if [ -z "${_TREE}" ]; then {_UNPACK} /bin/bash "$0"; fi'
 #: Kubernetes makes ``$`` of ``$$`` in a value, and Go writes ``<``, ``>`` and ``&`` as six
 #: characters in JSON. Base 85 has them; these four it does not have.
 _TO_SAFE = str.maketrans("$<>&", ".,/:")
-#: What one core compresses.
+#: Size of the parts that are compressed at the same time.
 _PART_BYTES = 4 * 1024**2
 #: Characters of one variable. One string of a new process is at most 128 KiB with its name and end:
 #: MAX_ARG_STRLEN, execve(2). run:ai answers 400 for a value of more than 10,000 characters.

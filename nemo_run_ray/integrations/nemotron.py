@@ -21,7 +21,7 @@ FORMAT = "Nemotron env.toml"
 #: Tables that are no profiles.
 RESERVED = ("wandb", "cli", "cache", "artifacts")
 
-#: Why keys mean nothing here.
+#: The reasons for which keys mean nothing here.
 _IGNORED = {
     "account partition run_partition batch_partition cpus_per_task time mem exclusive": "It is for "
     "Slurm; on Ray, labels and resources say where a task runs.",

@@ -73,14 +73,6 @@ def test_a_folder_on_the_cluster_with_quotes(applied, runai, cluster, large):
     assert not list(arrived.glob("archive*"))
 
 
-def test_what_was_there_before_is_gone(applied, runai, cluster, large):
-    old = cluster.shared / "runs/job/archive.b64.00099"
-    old.parent.mkdir(parents=True)
-    old.write_text("of an attempt that died")
-    _move(runai, large)
-    assert not old.exists()
-
-
 def test_every_workload_may_run_twice(applied, runai, cluster, large, monkeypatch):
     run_one = DGXCloudExecutor._run_workspace_and_wait
 
@@ -103,13 +95,5 @@ def test_a_piece_that_got_lost_is_an_error(applied, runai, cluster, large, monke
         (cluster.shared / "runs/job/archive.b64.00001").unlink(missing_ok=True)
 
     monkeypatch.setattr(DGXCloudExecutor, "_run_workspace_and_wait", losing)
-    with pytest.raises(RuntimeError, match="FAILED"):
-        _move(runai, large)
-
-
-def test_unpatched_a_name_with_a_space_does_not_arrive(runai, cluster, large):
-    """Why the patch does not leave it to NeMo-Run, which sends file by file then."""
-    (large / "with space").mkdir()
-    (large / "with space/file name.txt").write_text("x")
     with pytest.raises(RuntimeError, match="FAILED"):
         _move(runai, large)

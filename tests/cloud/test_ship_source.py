@@ -4,7 +4,6 @@ import importlib
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -143,28 +142,6 @@ def test_twenty_rounds(platform, project, results, strikes, unique):
     assert halves, "every pod died before or after it unpacked, which proves nothing about it"
 
 
-def test_no_pod_waits_for_another(platform, project, results, unique):
-    """The first one is frozen as soon as it lives; all others come to their end."""
-    task = run.Script(inline="python -m shippable.main")
-    start = type(platform.cluster).add
-
-    def add_frozen(self, kind, *rest):
-        made = start(self, kind, *rest)
-        if kind in ("distributed", "job"):
-            os.killpg(made.pods[0].process.pid, signal.SIGSTOP)
-        return made
-
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(type(platform.cluster), "add", add_frozen)
-        launch(platform, task, project, unique, detach=True, nodes=4)
-    job = platform.jobs()[-1]
-    wait_for(lambda: job.codes().count(0) == 3)
-    assert job.codes()[0] is None
-    os.killpg(job.pods[0].process.pid, signal.SIGCONT)
-    must_succeed(platform)
-    assert len(found(results)) == 4
-
-
 def test_a_second_job_uses_the_tree_of_the_first(platform, project, results, unique):
     task = run.Script(inline="python -m shippable.main")
     launch(platform, task, project, f"{unique}a")
@@ -186,25 +163,6 @@ def test_a_tree_that_a_job_changed_is_restored(platform, project, results, uniqu
     must_succeed(platform)
     assert {one["digest"] for one in found(results).values()} == {project.digest()}
     assert "part7.py is not as sent; restored" in logs(platform)
-
-
-def test_what_is_not_committed_travels(platform, project, results, unique):
-    subprocess.run(["git", "init", "--quiet", str(project.root)], check=True)
-    subprocess.run(["git", "-C", str(project.root), "add", "."], check=True)
-    (project.package / "part3.py").write_text("NUMBER = 3  # changed\n")
-    (project.package / "fresh.py").write_text("")
-    launch(platform, run.Script(inline="python -m shippable.main"), project, unique)
-    must_succeed(platform)
-    (seen,) = found(results).values()
-    assert seen["digest"] == project.digest()
-
-
-def test_a_pythonpath_of_the_users_comes_after_ours(platform, project, results, unique):
-    task = run.Script(inline="python -m shippable.main")
-    launch(platform, task, project, unique, env_vars={"PYTHONPATH": "/mine", "OTHER": "1"})
-    must_succeed(platform)
-    (seen,) = found(results).values()
-    assert seen["path"].split(":")[1] == "/mine"
 
 
 def environment(platform: Platform, project, name: str, **variables: str) -> dict[str, str]:
@@ -265,13 +223,6 @@ def test_a_local_task_runs_as_without_us(project, unique, monkeypatch, tmp_path)
     task = run.Script(inline=f"ls src > {tmp_path}/seen")
     run.run(task, executor=run.LocalExecutor(), plugins=[ShipSource(".")], name=unique)
     assert (tmp_path / "seen").read_text() == "shippable\n"
-
-
-def test_a_packager_of_the_users_is_kept(project):
-    packager = run.PatternPackager(include_pattern="src", relative_path=".")
-    executor = run.LocalExecutor(packager=packager)
-    ShipSource(project.root).setup(run.Script(inline="true"), executor)
-    assert executor.packager is packager
 
 
 def test_setting_up_twice_is_setting_up_once(project):

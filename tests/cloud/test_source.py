@@ -46,13 +46,6 @@ def test_packages_in_the_root_are_found(root):
     assert source.import_base(root) == "."
 
 
-def test_a_folder_without_python_source_sends_what_is_included_alone(root):
-    fill(root, "tools/a.py", ".env", "data/d.csv")
-    with pytest.raises(TransportError, match="no Python source"):
-        sent(root)
-    assert sent(root, include=["tools/*.py"]) == {"tools/a.py"}
-
-
 def test_a_pattern_does_not_match_the_folders_above_the_root(tmp_path):
     repository = tmp_path / "wandb" / "checkpoints"
     root = repository / "data" / "proj"
@@ -166,19 +159,6 @@ def test_the_tasks_of_a_group_share_a_packager_with_all_their_families(root):
     assert packager.scripts == []
 
 
-@pytest.mark.parametrize("script", ["checkpoints/convert.py", "scratch/try.py"])
-def test_a_script_travels_wherever_it_is(root, script):
-    fill(root, "src/a/__init__.py", script)
-    (root / ".gitignore").write_text("scratch/\n")
-    assert script in sent(root, scripts=[script])
-
-
-def test_a_script_that_is_excluded_is_refused(root):
-    fill(root, "src/a/__init__.py", "scripts/train.py")
-    with pytest.raises(TransportError, match=r"keeps scripts/train\.py here, which the task runs"):
-        source.collect(root, exclude=["scripts"], scripts=["scripts/train.py"])
-
-
 @pytest.mark.parametrize("is_behind_a_link", [False, True])
 def test_too_much_is_refused_before_it_is_read(root, is_behind_a_link):
     fill(root, "src/a/__init__.py", "src/a/small.txt")
@@ -194,15 +174,6 @@ def test_too_much_is_refused_before_it_is_read(root, is_behind_a_link):
     for word in ("400,000,000,0", "the limit is 200,000,000", "Nothing was sent"):
         assert word in lines[0]
     assert lines[1].split() == ["400,000,000,000", "src/a/big.csv"]
-
-
-def test_a_script_outside_of_the_packages_travels_with_its_neighbours(root):
-    fill(root, "src/a/__init__.py", "scripts/train.py", "scripts/helper.py", "scripts/sub/no.py")
-    assert sent(root, scripts=["scripts/train.py"]) == {
-        "src/a/__init__.py",
-        "scripts/train.py",
-        "scripts/helper.py",
-    }
 
 
 def test_caches_data_and_models_stay(root):
@@ -225,16 +196,6 @@ def test_an_include_that_leaves_the_root(root, pattern):
         source.collect(root, include=[pattern])
 
 
-def test_a_folder_that_is_a_link_out_of_the_tree(root, tmp_path):
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    (other / "secret.yaml").touch()
-    fill(root, "src/a.py")
-    (root / "conf2").symlink_to(other)
-    with pytest.raises(TransportError, match="out of the tree"):
-        source.collect(root, include=["conf2/*"])
-
-
 def test_a_repository_that_git_does_not_trust_is_refused(root, monkeypatch):
     """What it tracks cannot be known then, and would stay here without a word."""
     fill(root, "src/a/__init__.py")
@@ -246,17 +207,28 @@ def test_a_repository_that_git_does_not_trust_is_refused(root, monkeypatch):
         source.collect(root)
 
 
-def test_a_link_to_a_file_that_stays_travels_as_a_file(root):
-    fill(root, "src/a/__init__.py", "conf/base.yaml", "src/a/w.npy")
-    (root / "src/a/base.yaml").symlink_to("../../conf/base.yaml")
-    (root / "src/a/weights").symlink_to("w.npy")
-    tree = source.collect(root).tree
-    assert tree["src/a/base.yaml"] == File(b"conf/base.yaml")
-    assert tree["src/a/weights"] == File(b"src/a/w.npy")
-
-
-def test_a_link_to_a_folder_that_stays_is_refused(root):
-    fill(root, "src/a/__init__.py", "conf/base.yaml")
+def test_links(root):
+    fill(root, "src/a/__init__.py", "src/b/real.py", "conf/base.yaml", "src/a/w.npy")
+    for name, target in (
+        ("near.py", "__init__.py"),
+        ("far.py", root / "src/b/real.py"),
+        ("folder", "../b"),
+        ("nowhere", "../b/none"),
+        ("base.yaml", "../../conf/base.yaml"),
+        ("weights", "w.npy"),
+    ):
+        (root / "src/a" / name).symlink_to(target)
+    tree = source.collect(root, include=["src/a/folder/*.py"]).tree
+    assert {name.removeprefix("src/"): entry for name, entry in tree.items()} == {
+        "a/__init__.py": File(b"src/a/__init__.py"),
+        "b/real.py": File(b"src/b/real.py"),
+        "a/near.py": Link("__init__.py"),
+        "a/far.py": Link("../b/real.py"),
+        "a/folder": Link("../b"),
+        "a/nowhere": Link("../b/none"),
+        "a/base.yaml": File(b"conf/base.yaml"),
+        "a/weights": File(b"src/a/w.npy"),
+    }
     (root / "src/a/conf").symlink_to("../../conf")
     with pytest.raises(TransportError) as caught:
         source.collect(root)
@@ -265,15 +237,23 @@ def test_a_link_to_a_folder_that_stays_is_refused(root):
     tree = source.collect(root, include=["conf"]).tree
     assert tree["src/a/conf"] == Link("../../conf")
     assert tree["conf/base.yaml"] == File(b"conf/base.yaml")
-    assert sent(root, exclude=["src/a/conf"]) == {"src/a/__init__.py"}
 
 
-def test_a_file_behind_a_link_travels_once(root):
-    fill(root, "src/a/__init__.py", "src/b/real.py")
-    (root / "src/a/folder").symlink_to("../b")
-    found = source.collect(root, include=["src/a/folder/*.py"]).tree
-    assert "src/b/real.py" in found
-    assert not [name for name in found if name.startswith("src/a/folder/")]
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        ("checkpoints/convert.py", set()),
+        ("scratch/try.py", set()),
+        ("scripts/train.py", {"scripts/helper.py"}),
+        ("tools/deep/x.py", {"tools/__init__.py", "tools/deep/__init__.py", "tools/y.json"}),
+    ],
+)
+def test_a_script_travels_wherever_it_is_with_what_it_may_import(root, script, more):
+    fill(root, "src/a/__init__.py", script, "scripts/sub/no.py", *more)
+    (root / ".gitignore").write_text("scratch/\n")
+    assert sent(root, scripts=[script]) == {"src/a/__init__.py", script, *more}
+    with pytest.raises(TransportError, match=f"keeps {script} here, which the task runs"):
+        sent(root, exclude=[script.partition("/")[0]], scripts=[script])
 
 
 def test_a_submodule_asks_for_itself(root, tmp_path):
@@ -320,18 +300,6 @@ def test_a_tracked_file_travels_though_a_pattern_names_it(root, name):
     found = source.collect(root)
     assert found.tree[f"src/a/{name}"] == File(b"edited")
     assert not [one for one in found.tree if "untracked" in one]
-
-
-def test_links_within_the_tree_travel_as_links(root):
-    fill(root, "src/a/__init__.py", "src/b/real.py")
-    (root / "src/a/near.py").symlink_to("__init__.py")
-    (root / "src/a/far.py").symlink_to(root / "src/b/real.py")
-    (root / "src/a/folder").symlink_to("../b")
-    tree = source.collect(root).tree
-    assert tree["src/a/near.py"] == Link("__init__.py")
-    assert tree["src/a/far.py"] == Link("../b/real.py")
-    assert tree["src/a/folder"] == Link("../b")
-    assert "src/a/folder/real.py" not in tree
 
 
 @pytest.mark.parametrize(

@@ -259,23 +259,3 @@ def test_one_that_fails_stops_those_named_and_is_left_out_of_all(several, target
     assert patches.status() == _states("applied", "applied", "off")
     (record,) = caplog.records
     assert "A patch is left out: The patch three does not know Thing" in record.getMessage()
-
-
-def test_one_that_is_not_needed_or_covered_does_not_keep_the_others_on(several, target):
-    several["three"].needed = False
-    patches.apply()
-    target.Child.limit = "another's"
-    assert patches.undo() is False
-    states = patches.status()
-    assert states.pop("two").startswith("applied, covered at ")
-    assert states == {"one": "off", "three": "not needed"}
-    assert target.Child.limit == "another's"
-
-
-def test_patches_on_top_of_each_other_are_undone_in_reverse(several, target):
-    held = _Held(target)
-    several["three"].wanted = (Edit(target.Child, "own", "three"),)
-    patches.apply()
-    assert several["one"].status().startswith("applied, covered at ")
-    assert patches.undo() is True
-    assert held.is_unchanged()

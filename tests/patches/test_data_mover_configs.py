@@ -11,7 +11,6 @@ from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 from nemo_run.core.execution.lepton import LeptonExecutor
 
 from nemo_run_ray import patches
-from nemo_run_ray.patches.data_mover_configs import quoted
 from tests.patches.dgxcloud import make_executor
 
 HOSTILE = ["plain", "with space", "it's", 'say "hi"', "a$HOME`id`", "back\\slash", "line\nbreak",
@@ -103,14 +102,6 @@ def test_hostile_paths_survive(applied, executor, folder, tmp_path, name, monkey
     subprocess.run(argv(executor, source, target), check=True)
     assert (target / "launch_script.sh").read_text() == "launch_script.sh"
     assert not (tmp_path / "oops").exists()
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_word_between_single_quotes(name):
-    word = quoted(name)
-    assert "'" not in word
-    done = subprocess.run(["sh", "-c", f"printf %s {word}"], capture_output=True, check=True)
-    assert done.stdout == name.encode()
 
 
 def test_the_same_files_give_the_same_command(applied, executor, folder, tmp_path):

@@ -82,14 +82,6 @@ def test_a_refusal_is_final_and_its_reason_logged_once(applied, platform, slept,
         assert word in line
 
 
-def test_unpatched_it_is_asked_three_times(platform, slept, logged):
-    executor = platform.answer((401, json.dumps({"message": REASON})))
-    assert executor.get_auth_token() is None
-    assert len(platform.asked) == 3
-    assert slept == [10, 10, 10]
-    assert "\n".join(logged()).count(REASON) == 3
-
-
 @pytest.mark.parametrize("status", [200, 404, 429, 500, 503])
 def test_other_answers_are_repeated_as_without_the_patch(platform, slept, logged, caplog, status):
     seen = []

@@ -65,11 +65,6 @@ def test_those_named_here_are_those_there_are():
     assert set(TARGETS) | others == set(patches.MODULES)
 
 
-def test_only_a_nemo_run_with_the_old_names_does_not_need_the_patch_for_them():
-    expected = "not needed" if ID == "app_id" else "off"
-    assert patches.status()["dgxcloud_legacy_kwargs"] == expected
-
-
 def test_apply_changes_its_targets_and_returns_its_undo(patch):
     before = _held()
     undo = patch.apply()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +16,6 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 from nemo_run.run.ray.slurm import SlurmRayCluster, SlurmRayRequest
 
 from nemo_run_ray import patches
-from nemo_run_ray.clusters.slurm.script import node_program
-from nemo_run_ray.errors import UnsupportedNemoRun
 
 Both = Callable[..., tuple[str, str]]
 #: Fields of an executor that NeMo-Run sets after it was made.
@@ -151,13 +147,6 @@ def test_the_driver_has_its_own_step_when_it_has_arguments_of_srun(both, image):
     assert "COMMAND_WORKDIR=/code" in ours
 
 
-def test_commands_before_ray_run_on_every_node(both):
-    _, ours = both(pre_ray_start_commands=["export A=1", "echo \\$HOSTNAME"])
-    before, _, after = ours.partition("export A=1\necho \\$HOSTNAME\n")
-    assert "NEMO_RUN_RAY_PRE_START=$(cat <<EOF" in before
-    assert "node.pyz" in after
-
-
 def test_groups_of_a_heterogeneous_job(both):
     groups = [
         run.SlurmExecutor.ResourceRequest(
@@ -233,27 +222,6 @@ def test_the_time_limit_is_read_as_slurm_reads_it(both, limit, seconds):
         assert -1 <= int(done.stdout) - before - seconds <= 20
 
 
-def _step_arguments(script: str) -> list[str]:
-    """What ``srun`` gets for the step with Ray, as bash sees it."""
-    lines = script.splitlines()
-    start = next(n for n, line in enumerate(lines) if line.startswith(("set -- ", "step_args=(")))
-    end = next(n for n, line in enumerate(lines) if n > start and line.startswith("# A step"))
-    text = "\n".join([*lines[start:end], "printf '%s\\n' \"${step_args[@]}\""])
-    env = {"CONTAINER_CWD": "/code", "PATH": os.environ["PATH"]}
-    done = subprocess.run(["bash", "-eu"], input=text, env=env, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_options_of_pyxis_are_for_an_image(both):
-    """Pyxis refuses a container's name without an image, and an srun without pyxis all of them."""
-    fields = {"container_mounts": ["/a:/b"], "srun_args": ["--comment=a b"]}
-    assert not [word for word in _step_arguments(both(fields)[1]) if "container" in word]
-    with_image = _step_arguments(both({**fields, "container_image": "x:1"})[1])
-    assert "--container-name=ray-head" in with_image
-    assert "--container-image=x:1" in with_image
-
-
 @pytest.mark.parametrize("template", ["ray.sub.j2", "ray_enroot.sub.j2"])
 def test_commands_may_use_the_names_of_nemo_runs_script(both, template):
     """Its ports with its defaults, its counts and addresses, also in lines before Ray."""
@@ -273,17 +241,6 @@ def test_a_template_of_the_users_own_stays(both, tmp_path):
     theirs, ours = both(template_dir=str(tmp_path))
     assert theirs == ours
     assert ours.startswith("mine ")
-
-
-def test_the_script_carries_a_program_that_python_runs(both, tmp_path):
-    _, ours = both()
-    text = ours.partition("<<'NODE_PROGRAM'\n")[2].partition("\nNODE_PROGRAM\n")[0]
-    assert base64.b64decode(text) == node_program()
-    (tmp_path / "node.pyz").write_bytes(node_program())
-    words = [sys.executable, "-I", str(tmp_path / "node.pyz")]
-    done = subprocess.run(words, capture_output=True, text=True, env={})
-    assert done.returncode == 2
-    assert "this program is started by `srun` in the job's script" in done.stdout
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -333,9 +290,3 @@ def test_a_task_of_an_experiment_that_asks_for_a_ray_cluster_gets_this_script(tm
     assert "node.pyz" in ours
     assert _lines(ours, "^#SBATCH") == _lines(theirs, "^#SBATCH")
     assert _lines(ours, "^COMMAND(_WORKDIR)?=") == _lines(theirs, "^COMMAND(_WORKDIR)?=")
-
-
-def test_a_nemo_run_without_the_seam_is_refused(monkeypatch):
-    monkeypatch.delattr(SlurmRayRequest, "materialize")
-    with pytest.raises(UnsupportedNemoRun, match=r"SlurmRayRequest\.materialize"):
-        patches.apply("slurm_ray")

@@ -31,7 +31,7 @@ _OURS = frozenset(ClusterFile.model_fields) - {"preflight"}
 _STAGED_CPUS = 8
 _DEFAULT, _ADDED = ": NeMo-Skills' default", ": NeMo-Skills always does so"
 
-#: Why keys mean nothing here.
+#: The reasons for which keys mean nothing here.
 _IGNORED = {
     "executor": "The back-end is Ray, so no other executor starts anything.",
     "backend": "It does not name Ray.",

@@ -1,7 +1,5 @@
 """Profiles of Nemotron's env.toml as ours: a test for every rule of the format."""
 
-from pathlib import Path
-
 import pytest
 
 from nemo_run_ray.cluster_files.load import load as load_file
@@ -57,31 +55,18 @@ def _ignored(reading):
 # ---------------------------------------------------------------------- where it is
 
 
-def test_the_variable_names_the_file(tmp_path):
-    assert nemotron.find(tmp_path, {"NEMOTRON_ENV_FILE": "/a/b.toml"}) == Path("/a/b.toml")
-    assert nemotron.find(tmp_path, {"NEMOTRON_ENV_FILE": "b.toml"}) == tmp_path / "b.toml"
-    home = nemotron.find(tmp_path, {"NEMOTRON_ENV_FILE": "~/b.toml"})
-    assert home == Path("~/b.toml").expanduser()
-
-
 def test_it_is_looked_for_upwards(tmp_path):
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
-    (tmp_path / "pyproject.toml").touch()
     (tmp_path / "env.toml").touch()
+    (tmp_path / "a" / "pyproject.toml").touch()
+    assert nemotron.find(below, {}) is None, "the folder of a pyproject.toml is the last one"
+    (tmp_path / "a" / "pyproject.toml").unlink()
+    assert nemotron.find(below, {"NEMOTRON_ENV_FILE": "b.toml"}) == below / "b.toml"
 
     assert nemotron.find(below, {}) == tmp_path / "env.toml"
     (below / "env.toml").touch()
     assert nemotron.find(below, {"NEMOTRON_ENV_FILE": ""}) == below / "env.toml"
-
-
-def test_the_folder_of_a_pyproject_toml_is_the_last_one(tmp_path):
-    project = tmp_path / "project" / "src"
-    project.mkdir(parents=True)
-    (tmp_path / "env.toml").touch()
-    (tmp_path / "project" / "pyproject.toml").touch()
-
-    assert nemotron.find(project, {}) is None
 
 
 # ---------------------------------------------------------------------- profiles
@@ -165,8 +150,10 @@ def test_keys_with_what_they_ask_for(read):
         'container_image = "${workspace}/a:${oc.env:TAG}"',
         'ray_address = "${oc.env:HEAD,http://head:8265}"',
         'startup_commands = ["cd ${oc.env:WS,${oc.env:ROOT,/w}}/x", "echo ${oc.env:NO,\'\'}"]',
-        "nodes = 2",
+        'nodes = "${oc.env:NODES,2}"',
+        "ntasks_per_node = 1",
         "nprocs_per_node = 4",
+        "gpu_per_node = 1",
         'existing_ray_cluster = "of-lepton"',
         'pip_extras = ["rich"]',
         'account = "${oc.env:NOT_ASKED_FOR}"',
@@ -185,6 +172,9 @@ def test_keys_with_what_they_ask_for(read):
     }
     assert "Lepton" in _ignored(reading)["existing_ray_cluster"]
     assert "runtime_env" in _ignored(reading)["pip_extras"]
+    assert _ignored(reading)["ntasks_per_node"] == "nprocs_per_node comes first."
+    meant = "The key is not known; the nearest known one is gpus_per_node."
+    assert _ignored(reading)["gpu_per_node"] == meant
     assert "ray_address" in read(_team()).no_cluster
 
 
@@ -225,19 +215,6 @@ def test_ray_address_is_the_address_of_the_dashboard(read, given, address):
 
     assert reading.values["cluster"] == {"address": address}
     assert reading.sources["cluster", "address"].endswith("env.toml:3 (ray_address)")
-
-
-def test_nprocs_per_node_comes_before_ntasks_per_node(read):
-    reading = read(_team("ntasks_per_node = 4", "nprocs_per_node = 2"))
-
-    assert reading.values["defaults"] == {"ntasks_per_node": 2}
-    assert _ignored(reading) == {"ntasks_per_node": "nprocs_per_node comes first."}
-
-
-def test_a_number_may_come_from_the_environment(read):
-    lines = ('nodes = "${oc.env:NODES,2}"', 'gpus_per_node = "${oc.env:GPUS}"')
-
-    assert read(_team(*lines), GPUS="0.5").values["defaults"] == {"nodes": 2, "gpus_per_node": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -343,12 +320,3 @@ def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):
     mounts = next(one for one in reading.ignored if one.key == "mounts")
     assert mounts.where.endswith(f"env.toml:{2 + names.index('mounts')}")
     assert reading.values == {}
-
-
-def test_an_unknown_key_is_told_with_the_nearest_known_one(read):
-    reading = read(_team("gpu_per_node = 1", "qqq = 1"))
-
-    assert _ignored(reading) == {
-        "gpu_per_node": "The key is not known; the nearest known one is gpus_per_node.",
-        "qqq": "The key is not known.",
-    }

@@ -88,7 +88,18 @@ def roles(job):
 
 
 def test_a_task_gets_a_ray_executor_of_the_file(of_skills, tmp_path):
-    found = executor(of_skills, num_nodes=2, tasks_per_node=4, gpus_per_node=8, log_prefix="main")
+    handles, extra = ["ray_jobs://nemo_run/a_1.nemo-run"], str(tmp_path / "extra")
+    found = executor(
+        of_skills,
+        num_nodes=2,
+        tasks_per_node=4,
+        gpus_per_node=8,
+        log_prefix="main",
+        dependencies=handles,
+        extra_package_dirs=[extra],
+    )
+    assert found.dependencies == handles
+    assert f"{extra}/*" in found.packager.include_pattern
     assert isinstance(found, RayExecutor)
     assert (found.nodes, found.ntasks_per_node, found.gpus_per_node) == (2, 4, 8)
     assert (found.role, found.service, found.image) == ("main", False, "client-image")
@@ -97,13 +108,6 @@ def test_a_task_gets_a_ray_executor_of_the_file(of_skills, tmp_path):
     assert resolved.resolve_cluster().url == "http://ray-head:8265"
     assert resolved.cpus_per_node == 2
     assert resolved.env_vars == {"HF_HOME": "/hf", "PYTHONPATH": "/opt"}
-
-
-def test_its_code_travels_by_the_packager_of_nemo_skills(of_skills, tmp_path):
-    extra = tmp_path / "extra"
-    found = executor(of_skills, extra_package_dirs=[str(extra)])
-    assert isinstance(found.packager, run.PatternPackager)
-    assert f"{extra}/*" in found.packager.include_pattern
 
 
 def test_its_advice_on_uncommitted_changes_is_heard(of_skills, tmp_path, monkeypatch, ray, unique):
@@ -178,16 +182,6 @@ def test_no_server_has_a_fixed_port_since_no_task_has_a_node_to_itself(of_skills
     assert not asked
 
 
-def test_dependencies_of_other_experiments_are_kept(of_skills):
-    handles = ["ray_jobs://nemo_run/a_1.nemo-run"]
-    assert executor(of_skills, dependencies=handles).dependencies == handles
-
-
-def test_a_task_that_asks_for_no_gpu_gets_none(of_skills):
-    (job,) = task(of_skills)
-    assert job.executor.gpus_per_node == 0
-
-
 def test_a_file_without_containers_runs_all_in_the_clusters_own(of_skills, tmp_path):
     (tmp_path / "cluster_configs" / "my-ray.yaml").write_text(
         "executor: ray\nray: {address: 'http://ray-head:8265'}\n"
@@ -214,35 +208,19 @@ def test_two_containers_of_one_image_run_on_their_own_nodes(of_skills, tmp_path)
 # ---------------------------------------------------------------------- variables
 
 
-def test_variables_of_one_task_are_its_own(of_skills):
+def test_variables_of_one_task_are_its_own(of_skills, monkeypatch):
+    monkeypatch.setenv("SEEN", "yes")
+    monkeypatch.setenv("MY_API_KEY", "abc")
     config = config_of(of_skills)
+    config["env_vars"] += ["SEEN", "NOT_SET", "MY_API_KEY"]
     with of_skills.cluster.temporary_env_update(config, {"PYTHONPATH": "/opt:/app", "A": 1}):
         found = executor(of_skills, config)
-    assert found.env_vars == {"PYTHONPATH": "/opt:/app", "A": "1"}
-    assert executor(of_skills, config).env_vars == {}
-
-
-def test_an_added_name_takes_its_value_from_the_environment(of_skills, monkeypatch):
-    monkeypatch.setenv("SEEN", "yes")
-    config = config_of(of_skills)
-    config["env_vars"] += ["SEEN", "NOT_SET"]
-    assert executor(of_skills, config).env_vars == {"SEEN": "yes"}
-
-
-def test_an_added_name_that_is_required_must_be_set(of_skills):
-    config = config_of(of_skills)
-    del config["env_vars"]
+    assert found.env_vars == {"PYTHONPATH": "/opt:/app", "A": "1", "SEEN": "yes"}
+    assert found.secrets == ["MY_API_KEY"]
+    assert executor(of_skills).env_vars == {}
     config["required_env_vars"] = ["NOT_SET"]
     with pytest.raises(ConfigError, match="NOT_SET is required, and is not set"):
         executor(of_skills, config)
-
-
-def test_an_added_credential_is_a_secret(of_skills, monkeypatch):
-    monkeypatch.setenv("MY_API_KEY", "abc")
-    config = config_of(of_skills)
-    config["env_vars"].append("MY_API_KEY")
-    found = executor(of_skills, config)
-    assert (found.secrets, found.env_vars) == (["MY_API_KEY"], {})
 
 
 @pytest.mark.parametrize("added", ["MY_API_KEY=abc", "HEADER=Bearer $MY_API_KEY"])
@@ -296,17 +274,6 @@ def test_tasks_have_the_names_that_nemo_skills_gives_them(of_skills, monkeypatch
         ids = [of_skills.exp.add_task(exp, "true", "a/b", config, "client-image") for _ in range(2)]
         mine = exp.add(run.Script(inline="true"), executor=run.LocalExecutor(), name="nemo-run")
     assert [*ids, mine] == ["a-b", "a-b_1", "nemo-run"]
-
-
-def test_a_part_of_several_slurm_groups_knows_their_addresses(of_skills):
-    server = executor(of_skills, log_prefix="server", heterogeneous=True, het_group=0)
-    client = executor(of_skills, log_prefix="main", heterogeneous=True, het_group=1)
-    merged = type(server).merge([server, client], 2)
-    found = {role.role: role for role in merged.resource_group}
-    assert list(found) == ["server-0", "main-1"]
-    told = "\n".join(found["main-1"].startup_commands)
-    assert 'SLURM_JOB_NODELIST_HET_GROUP_0="$NEMO_RUN_SERVER_0_HOSTS"' in told
-    assert 'SLURM_MASTER_NODE_HET_GROUP_1="$NEMO_RUN_MAIN_1_HOST"' in told
 
 
 def test_a_group_can_be_planned(of_skills):
@@ -405,12 +372,6 @@ def test_a_file_for_slurm_is_left_to_nemo_skills(of_skills):
         "containers": {"vllm": "v"},
     }
     assert isinstance(executor(of_skills, config), run.SlurmExecutor)
-
-
-def test_a_file_for_slurm_may_be_less_strict_than_ours(of_skills, tmp_path):
-    path = tmp_path / "cluster_configs" / "my-slurm.yaml"
-    path.write_text(_SLURM + "account: twice\n")
-    assert config_of(of_skills, "my-slurm")["account"] == "twice"
 
 
 def test_a_wrong_file_for_ray_is_refused_when_it_is_read(of_skills, tmp_path):
