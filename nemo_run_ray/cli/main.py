@@ -89,21 +89,21 @@ def status(
 def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
     """Show the table anew until all jobs have ended."""
     from nemo_run_ray.cli.status_report import observe
+    from nemo_run_ray.experiment.dispatch import tend
     from nemo_run_ray.experiment.job import record
-    from nemo_run_ray.experiment.tend import tend
 
     # A table that follows is cut at the terminal's width, so the last one is printed once more.
     live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
     try:
         with live:
-            record(report.seen, report.snapshot, copy_s=0.0)
+            record(report.seen, report.snapshot, with_logs=False)
             while not report.is_over:
                 for exp_dir in {job.record.exp_dir for job in jobs}:
                     tend(exp_dir)
                 time.sleep(_REFRESH_S)
                 report = observe(jobs)
                 live.update(report.table(time.time()), refresh=True)
-                record(report.seen, report.snapshot, copy_s=0.0)
+                record(report.seen, report.snapshot, with_logs=False)
     finally:
         out.print(report.table(time.time()))
     missing = [job for job, status in report.seen if status.state.is_terminal and job.misses_log]

@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -69,13 +69,10 @@ class ClusterRoom:
     Attributes:
         nodes: those that live.
         holdings: of each node, by its id; empty when the cluster does not say.
-        explained: why a request waits, by its key; filled when it is asked for, since many tasks
-            ask for the same.
     """
 
     nodes: tuple[Node, ...]
     holdings: Mapping[str, Sequence[Holding]] = field(default_factory=dict)
-    explained: dict[Hashable, tuple[Reason, str, str] | None] = field(default_factory=dict)
 
 
 def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:

@@ -16,10 +16,15 @@ from typing import Any
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs import PATIENCE_S, JobsApi
 from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError, Unanswered
-from nemo_run_ray.experiment.dispatch import Dispatch, StopRequests, cancel_dispatch, poll_until
+from nemo_run_ray.experiment.dispatch import (
+    Dispatch,
+    Snapshot,
+    StopRequests,
+    cancel_dispatch,
+    poll_until,
+)
 from nemo_run_ray.experiment.find import experiments_of
 from nemo_run_ray.experiment.job import RemoteJob, record
-from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.remote.spec import JobRows
@@ -97,7 +102,7 @@ def end_all(api: JobsApi) -> list[str]:
     Returns:
         Submission ids of those that still run after ``_END_LIMIT_S``.
     """
-    stops = StopRequests(api)
+    stops = StopRequests()
     running: list[str] | None = None
 
     def step() -> bool | None:
@@ -107,7 +112,7 @@ def end_all(api: JobsApi) -> list[str]:
         running = [name for name in names if is_running(rows[name])]
         for name in names:
             with contextlib.suppress(Unanswered):  # it is asked again
-                stops.ask(name)
+                stops.ask(api, name)
         return None if running else True
 
     try:

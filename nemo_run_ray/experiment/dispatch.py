@@ -16,12 +16,13 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.dashboard.http import pause, waiting_for
@@ -35,8 +36,6 @@ from nemo_run_ray.errors import (
     Taken,
     Unanswered,
 )
-from nemo_run_ray.experiment import archives
-from nemo_run_ray.experiment.snapshot import GONE, Snapshot
 from nemo_run_ray.experiment.store import (
     INTENT,
     SUBMITTED,
@@ -45,7 +44,6 @@ from nemo_run_ray.experiment.store import (
     store_of,
 )
 from nemo_run_ray.ids import DISPATCHER
-from nemo_run_ray.plan.job import dispatcher_entrypoint
 from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.node.rundir import DISPATCH
@@ -71,15 +69,62 @@ from nemo_run_ray.remote.status import (
     claim_body,
     first_id,
     is_pending,
+    is_running,
 )
 
+if TYPE_CHECKING:
+    from nemo_run_ray.experiment.archives import Archive
+
+log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
-#: Name of the folder of dispatches.
-FOLDER = "ray_dispatches"
+#: Seconds in which a head that recovers may answer before it knows its jobs.
+_RECOVERS_S = 2.0
 #: Seconds that a dispatcher may be about to start before another one is started.
 PENDING_MAX_S = 60.0
 #: Seconds that an allocation of Slurm may take to end when what is left needs more time.
 _RENEWAL_S = 120.0
+#: The reason where nobody knows a better one.
+GONE = "the cluster that had it is gone"
+
+
+class Snapshot:
+    """The answers of clusters at one moment. Each is asked once, and an error is an answer too.
+
+    Args:
+        is_fresh: the tables are asked for now; otherwise they may be a moment old.
+    """
+
+    def __init__(self, is_fresh: bool = False) -> None:
+        self._is_fresh = is_fresh
+        self._answers: dict[tuple[Hashable, str], Any] = {}
+
+    def rows(self, api: JobsApi) -> JobRows:
+        """The job table.
+
+        Raises:
+            ClusterError: the cluster cannot be asked.
+        """
+        return self.once(api, "rows", lambda: api.table(self._is_fresh))
+
+    def once(self, about: Hashable, what: str, ask: Callable[[], _T]) -> _T:
+        """The result of ``ask``, or the error that it raises, remembered for this snapshot.
+
+        Args:
+            about: the object that is asked.
+            what: the question.
+            ask: gives the answer the first time.
+        """
+        key = (about, what)
+        if key not in self._answers:
+            try:
+                self._answers[key] = ask()
+            except NemoRunRayError as error:
+                self._answers[key] = error
+        answer: _T = self._answers[key]
+        if isinstance(answer, NemoRunRayError):
+            raise answer
+        return answer
 
 
 @dataclass(frozen=True)
@@ -89,12 +134,14 @@ class DispatchStatus:
     Attributes:
         decision: the status of every job.
         rows: Ray's rows, by submission id.
+        attempts: attempts of every job by number, by the id of the first one.
         dispatcher: attempts of the dispatcher, or of the job without one, by number.
         lost: why the cluster does not have the dispatch any more; empty as long as it has.
     """
 
     decision: Decision
     rows: JobRows
+    attempts: Mapping[str, Mapping[int, Attempt]]
     dispatcher: Mapping[int, Attempt]
     lost: str = ""
 
@@ -129,7 +176,7 @@ class Dispatch:
     def __init__(self, exp_dir: Path, name: str, record: JobRecord | None = None) -> None:
         self.exp_dir = exp_dir
         self.id = name
-        self.folder = exp_dir / FOLDER / name
+        self.folder = exp_dir / "ray_dispatches" / name
         self._lock = threading.Lock()
         self._last: DispatchStatus | None = None
         #: Times at which this process has started its dispatcher again.
@@ -144,7 +191,12 @@ class Dispatch:
     @classmethod
     def of(cls, exp_dir: Path, dispatcher_id: str) -> Dispatch:
         """The one that all threads of this process share."""
-        return store_of(exp_dir).shared(cls, dispatcher_id, lambda: cls(exp_dir, dispatcher_id))
+        store = store_of(exp_dir)
+        with store.lock:
+            if dispatcher_id not in store.dispatches:
+                store.dispatches[dispatcher_id] = cls(exp_dir, dispatcher_id)
+            found: Dispatch = store.dispatches[dispatcher_id]
+            return found
 
     @classmethod
     def of_job(cls, record: JobRecord) -> Dispatch:
@@ -185,7 +237,7 @@ class Dispatch:
     def save(
         self,
         spec: DispatchSpec,
-        uploads: Mapping[str, archives.Archive],
+        uploads: Mapping[str, Archive],
         pythons: list[str],
         places: Mapping[str, Sequence[str]],
     ) -> None:
@@ -216,7 +268,7 @@ class Dispatch:
         Raises:
             ClusterError: the cluster cannot be asked.
         """
-        return snapshot.once(self, api.dashboard.url, lambda: self._looked(api, snapshot))
+        return snapshot.once(self, api.dashboard.url, lambda: self._look(api, snapshot))
 
     def decided(self, rows: JobRows) -> DispatchStatus:
         """The status of every job by a job table."""
@@ -225,18 +277,29 @@ class Dispatch:
                 self._last = self._decide(rows)
             return self._last
 
-    def _looked(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
+    def _look(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
         found = self.decided(snapshot.rows(api))
         if found.dispatcher:
             return found
-        has_arrived = store_of(self.exp_dir).ledger.has_arrived(self.id)
-        why = snapshot.why_lost(api, self.spec.session, has_arrived, self._is_in)
-        if why or not has_arrived:
+        url, session = api.dashboard.url, self.spec.session
+        now = snapshot.once(api, "session", lambda: api.version(0.0)["session_name"])
+        if now != session:
+            why = f"the Ray at {url} is not the one that had it (then {session}, now {now})"
             return replace(found, lost=why)
-        return self.decided(snapshot.rows_again(api))  # the head has recovered since
+        if not store_of(self.exp_dir).ledger.has_arrived(self.id):
+            return found
+
+        def ask_again() -> JobRows:
+            time.sleep(_RECOVERS_S)
+            return api.table(fresh=True)
+
+        found = self.decided(snapshot.once(api, "again", ask_again))
+        if any(first_id(name) == self.id for name in found.rows):
+            return found
+        return replace(found, lost=f"the Ray at {url} has no record of it any more")
 
     def _decide(self, rows: JobRows) -> DispatchStatus:
-        wanted = self.spec.ids
+        wanted, nonce = self.spec.ids, self.spec.nonce
         table = {
             name: attempt_of_row(row)
             for name, row in rows.items()
@@ -244,13 +307,10 @@ class Dispatch:
         }
         for name, row in table.items():
             if row.nonce in self._nonces:
-                table[name] = replace(row, nonce=self.spec.nonce)
-        own = attempts_of([self.id], table)[self.id]
-        attempts = {n: row for n, row in own.items() if row.nonce == self.spec.nonce}
-        return DispatchStatus(decide(self.spec, table, time.time()), rows, attempts)
-
-    def _is_in(self, rows: JobRows) -> bool:
-        return any(first_id(name) == self.id for name in rows)
+                table[name] = replace(row, nonce=nonce)
+        attempts = attempts_of([self.id, *(job.id for job in self.spec.jobs)], table)
+        own = {n: row for n, row in attempts[self.id].items() if row.nonce == nonce}
+        return DispatchStatus(decide(self.spec, table, time.time()), rows, attempts, own)
 
 
 def dispatches_of(exp_dir: Path) -> list[Dispatch]:
@@ -339,6 +399,10 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
         SubmissionError: Ray refuses it, or it is not known whether it arrived.
         ClusterError: the cluster cannot be reached.
     """
+    # Few clients start a dispatcher.
+    from nemo_run_ray.experiment.archives import Archive, Entry, secrets_archive
+    from nemo_run_ray.plan.job import dispatcher_entrypoint
+
     found = dispatch.look(api, Snapshot(is_fresh=True))
     spec, folder, nonce = dispatch.spec, dispatch.folder, dispatch.spec.nonce
     name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
@@ -354,12 +418,12 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
         ) from error
     plan = spec.to_json().encode()
     digest = hashlib.sha256(plan).hexdigest()
-    uploads = [archives.single_file("The experiment's plan", DISPATCH, plan, digest)]
+    uploads = [Archive("The experiment's plan", [Entry(DISPATCH, plan)], digest)]
     waiting = [job for job in spec.jobs if not found.decision.statuses[job.name].state.is_terminal]
     hidden = sorted({secret for job in waiting for secret in job.secrets})
     if hidden:
         places = start.get("secret_places", {})
-        uploads.append(archives.secrets_archive(hidden, f"{nonce} {name}", places))
+        uploads.append(secrets_archive(hidden, f"{nonce} {name}", places))
     for archive in uploads:
         api.put_package(archive.name, archive.pack())
     packages = [*start["archives"], *(archive.name for archive in uploads)]
@@ -380,18 +444,9 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
         ids = sorted(spec.ids - {dispatch.id, spec.cancel_id, ""})
         from_record(cluster).keep_dispatch(dispatch.id, ids, again, data)
     ledger = store_of(dispatch.exp_dir).ledger
+    values = {"job": DISPATCHER, "cluster": cluster, "session": spec.session, "nonce": nonce}
     try:
-        ledger.write(
-            INTENT,
-            name,
-            job=DISPATCHER,
-            role=DISPATCHER,
-            cluster=cluster,
-            session=spec.session,
-            nonce=nonce,
-            dispatcher=dispatch.id,
-            is_dispatcher=True,
-        )
+        ledger.write(INTENT, name, dispatcher=dispatch.id, is_dispatcher=True, **values)
     except OSError as error:
         raise JobError(
             f"The dispatcher {name} cannot be written down in {dispatch.exp_dir}: "
@@ -438,6 +493,94 @@ def resume(dispatch: Dispatch) -> str:
     return f"started again as {start_dispatcher(dispatch, api, record)}"
 
 
+# ---------------------------------------------------------------- while a client waits
+
+#: Seconds between two starts of a dispatcher by one process that finds it dead, and how many.
+_REVIVE_AGAIN_S, _REVIVALS_MAX = 20.0, 20
+#: Seconds that the client that hands a dispatch over may need until its dispatcher is there.
+_SENDING_S = 120.0
+#: Seconds between two times that a waiting client tends.
+_TEND_AGAIN_S = 2.0
+
+
+def tend(exp_dir: Path) -> None:
+    """Look after the jobs of an experiment that have not ended, where their cluster answers.
+
+    A dispatcher that has died is started again, what a cancelled job has left is stopped, and Ray's
+    job manager is woken when a head has died. Only jobs of that experiment are touched.
+
+    Args:
+        exp_dir: the experiment's folder; one that cannot be read or written to is left alone too.
+    """
+    by_cluster: dict[str, list[JobRecord]] = {}
+    with contextlib.suppress(OSError):
+        for record in store_of(exp_dir).ledger.jobs().values():
+            if not record.terminal:
+                by_cluster.setdefault(repr(sorted(record.cluster.items())), []).append(record)
+        for records in by_cluster.values():
+            with contextlib.suppress(NemoRunRayError):
+                dashboard = from_record(records[0].cluster).find()
+                if dashboard is not None:
+                    _tend_on(JobsApi.of(dashboard), records)
+
+
+def tend_until(exp_dir: Path, is_over: threading.Event) -> None:
+    """Look after the jobs of an experiment again and again."""
+    while not is_over.wait(_TEND_AGAIN_S):
+        tend(exp_dir)
+
+
+def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
+    snapshot = Snapshot()
+    rows = snapshot.rows(api)
+    nonces = {first_id(record.submission_id): record.nonces for record in records}
+    own = {
+        name: row for name, row in rows.items() if nonce_of(row) in nonces.get(first_id(name), ())
+    }
+    if api.wake_for(own):
+        return  # the next look sees what has become of them
+    for record in records:
+        if not record.dispatcher:
+            # Ray forgets with its head the stop that it was told before the start.
+            for action in Dispatch.of_job(record).decided(rows).decision.actions:
+                if action.do is Do.STOP and is_running(own[action.submission_id]):
+                    api.stop(action.submission_id)
+    dispatches = {record.dispatcher: record for record in records if record.dispatcher}
+    for name, record in dispatches.items():
+        dispatch = Dispatch.of(record.exp_dir, name)
+        if dispatch.is_saved:
+            found = dispatch.look(api, snapshot)
+            # Its first dispatcher may be on its way: the client sends the archives before.
+            is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
+            is_needed = not (found.lost or found.is_dispatched or found.decision.is_over)
+            if is_needed and not is_young:
+                _revive(dispatch, api, record.cluster)
+
+
+def _revive(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> None:
+    """Start a dispatcher again that is dead and has something to do."""
+    with store_of(dispatch.exp_dir).lock:
+        now, last = time.monotonic(), (dispatch.revived_at or [-_REVIVE_AGAIN_S])[-1]
+        if now - last < _REVIVE_AGAIN_S or len(dispatch.revived_at) >= _REVIVALS_MAX:
+            return
+        dispatch.revived_at.append(now)
+    why = "never reached the cluster"
+    try:
+        found = dispatch.look(api, Snapshot(is_fresh=True))
+        if found.is_dispatched:
+            return  # another client was faster
+        if found.dispatcher:
+            status = found.dispatcher[max(found.dispatcher)].status
+            why = f"has ended before its jobs ({status.detail or status.state.value.lower()})"
+        started = start_dispatcher(dispatch, api, cluster)
+    except NemoRunRayError as error:
+        log.warning("The dispatcher %s %s, and cannot be started: %s", dispatch.id, why, error)
+        return
+    log.warning("The dispatcher %s %s; it is started again as %s.", dispatch.id, why, started)
+
+
+# ---------------------------------------------------------------- cancel
+
 #: Seconds beyond the grace period until all jobs of a dispatch must have ended, one by one.
 _DISPATCH_MARGIN_S = 60.0
 #: Seconds that a cluster may take for its first answer.
@@ -483,16 +626,15 @@ def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
 class StopRequests:
     """The requests to stop jobs that one cancellation has sent."""
 
-    def __init__(self, api: JobsApi) -> None:
-        self._api = api
+    def __init__(self) -> None:
         self._began_at = time.monotonic()
         self._asked_at: dict[str, float] = {}
 
-    def ask(self, submission_id: str) -> None:
+    def ask(self, api: JobsApi, submission_id: str) -> None:
         """Ask Ray to stop it, unless it was asked a moment ago."""
         now = time.monotonic()
         if now - self._asked_at.get(submission_id, -STOP_AGAIN_S) >= STOP_AGAIN_S:
-            self._api.stop(submission_id)
+            api.stop(submission_id)
             self._asked_at[submission_id] = now
 
     @property
@@ -513,7 +655,7 @@ def cancel_dispatch(dispatch: Dispatch, api: JobsApi) -> None:
     Raises:
         ClusterError: it did not end in time, or the cluster stopped answering.
     """
-    stops = StopRequests(api)
+    stops = StopRequests()
     nonces = {job.name: job.nonce for job in dispatch.spec.jobs}
 
     def step() -> bool | None:
@@ -530,7 +672,7 @@ def cancel_dispatch(dispatch: Dispatch, api: JobsApi) -> None:
             if action.do is Do.CLAIM:
                 claim(api, action.submission_id, nonces[action.job])
         for action in to_stop:
-            stops.ask(action.submission_id)
+            stops.ask(api, action.submission_id)
         return None
 
     records = store_of(dispatch.exp_dir).ledger.jobs().values()

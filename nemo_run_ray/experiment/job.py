@@ -7,16 +7,15 @@ folder what was seen.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import json
 import logging
-import numbers
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_run_ray.clusters import from_record
-from nemo_run_ray.clusters.base import text_of
+from nemo_run_ray.clusters.base import ClusterArchive, text_of
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import PATIENCE_S, JobsApi
+from nemo_run_ray.dashboard.state import ClusterRoom, Holding
 from nemo_run_ray.errors import (
     ClusterError,
     ConfigError,
@@ -36,13 +36,16 @@ from nemo_run_ray.errors import (
     StreamCut,
     Unanswered,
 )
-from nemo_run_ray.experiment import explain
 from nemo_run_ray.experiment.dispatch import (
+    GONE,
     OUTCOME_S,
     Dispatch,
+    DispatchStatus,
+    Snapshot,
     StopRequests,
     claim,
     poll_until,
+    tend,
 )
 from nemo_run_ray.experiment.elements import (
     ACTIVE,
@@ -56,7 +59,6 @@ from nemo_run_ray.experiment.elements import (
     values_of,
 )
 from nemo_run_ray.experiment.logs import OF_RAY, attempt_mark, follow, output_of
-from nemo_run_ray.experiment.snapshot import GONE, Snapshot
 from nemo_run_ray.experiment.store import (
     SEEN,
     SUBMITTED,
@@ -68,21 +70,30 @@ from nemo_run_ray.experiment.store import (
     ExperimentStore,
     JobRecord,
     Kept,
-    attempts_of_rows,
     has_news,
     known,
     store_of,
 )
-from nemo_run_ray.experiment.tend import tend
 from nemo_run_ray.remote.end_record import end_mark, record_in
+from nemo_run_ray.remote.fit import (
+    Node,
+    ResourceRequest,
+    amounts_text,
+    best,
+    free_text,
+    has_room,
+    request_of,
+    scarce,
+    why_not,
+)
 from nemo_run_ray.remote.node.output import CUT, MAY_BE_LEFT, NO_PROCESS_LEFT
 from nemo_run_ray.remote.spec import (
     NONCE_KEY,
     ArrayRows,
     GroupRows,
     JobRow,
+    JobRows,
     fits,
-    nonce_of,
 )
 from nemo_run_ray.remote.status import (
     NODE_DEAD_S,
@@ -132,6 +143,12 @@ _MOMENT_S = 10.0
 _FRESH_S = 3.0
 #: Lines at the end of a log that may hold its end record.
 _LAST_LINES = 3
+#: Seconds that a start takes where there is room; before that nothing is asked.
+_STARTS_S = 3.0
+#: Seconds in which Ray starts a worker by an interpreter of the task's.
+_WORKER_S = 15.0
+#: Number of holders that a message names.
+_HOLDERS_MAX = 3
 
 
 class RemoteJob:
@@ -195,8 +212,6 @@ class RemoteJob:
         try:
             return self.look(snapshot)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
-            if self._is_cluster_gone():  # since `look` began
-                return self._lost(GONE)
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
     def look(self, snapshot: Snapshot) -> JobStatus:
@@ -206,48 +221,18 @@ class RemoteJob:
             ClusterError: the cluster cannot be asked.
             ConfigError: its address or credentials cannot be used.
         """
-        self._read_record()
-        if self.record.terminal:
-            return self._named(JobStatus.from_json(self.record.terminal))
-        api = self._api()
-        return self._lost(GONE) if api is None else self.decided(api, snapshot)[0]
-
-    def decided(self, api: JobsApi, snapshot: Snapshot) -> tuple[JobStatus, JobRow | None]:
-        """The status that the job table proves, and the row of the attempt that it is about."""
-        seen = self.dispatch.look(api, snapshot)
-        status = seen.decision.statuses[self.name]
-        row = seen.rows.get(self.ran_as(status)) if status.attempt else None
-        if row is None and seen.lost:
-            return self._lost(seen.lost), None
-        if status.state is JobState.WAITING and self.is_direct:
-            status = self._not_tried_again(status, row)
-        elif status.state is JobState.WAITING and not (seen.is_dispatched or seen.lost):
-            why = f"the dispatcher {self.dispatch.id} is not at work"
-            status = replace(status, reason=Reason.UNDISPATCHED, detail=why)
-        if row is not None:
-            status = self._with_failures(self._explained(status, row, api, snapshot))
-        return self._named(status), row
+        return self._look(snapshot)[0]
 
     def attempts_in(self, snapshot: Snapshot) -> Attempts:
         """Its attempts by submission id, or as they were seen last when the cluster is away."""
-        try:
-            rows = self._rows_by_job(snapshot).get(self.id, {})
-        except NemoRunRayError:  # the cluster is away: its status says so
-            rows = {}
-        now = time.time()
-        seen = attempts_of_rows(rows, self.id, self.record.nonces, now)
+        now, seen = time.time(), {}
+        with contextlib.suppress(NemoRunRayError):  # the cluster is away: its status says so
+            found = self._dispatch_in(snapshot)
+            for number, row in found.attempts[self.id].items() if found else ():
+                name = attempt_id(self.id, number)
+                if not row.claim and row.nonce in self.record.nonces:
+                    seen[name] = AttemptRecord.of(name, row, now)
         return known(self.record, seen, now)
-
-    def answered(self) -> JobStatus:
-        """Its status now; a cluster that does not answer is asked again for a while.
-
-        Raises:
-            ClusterError: the cluster cannot be asked.
-            ConfigError: its address or credentials cannot be used.
-        """
-        return poll_until(
-            lambda: self.look(Snapshot(is_fresh=True)), _CANCEL_MARGIN_S, f"the job {self.id}"
-        )
 
     def api(self) -> JobsApi:
         """The dashboard of its cluster.
@@ -257,46 +242,89 @@ class RemoteJob:
         """
         api = self._api()
         if api is None:
-            raise JobError(f"The job {self.id} cannot be asked any more: {self._why_gone(GONE)}")
+            archive = self._archive()
+            why = (archive and archive.reason) or GONE
+            raise JobError(f"The job {self.id} cannot be asked any more: {why}")
         return api
 
     def ran_as(self, status: JobStatus) -> str:
         """Submission id of the attempt that the status is about."""
         return attempt_id(self.id, max(1, status.attempt))
 
-    def _read_record(self) -> None:
-        """Take note of what has been written down since, also by other processes."""
-        if not self.record.terminal:
+    def _look(self, snapshot: Snapshot) -> tuple[JobStatus, JobRow | None]:
+        """Its status, and the row of the attempt that it is about, if a job table has it."""
+        if not self.record.terminal:  # other processes may have written since
             self.record = store_of(self.record.exp_dir).ledger.job(self.id) or self.record
-
-    def _not_tried_again(self, status: JobStatus, row: JobRow | None) -> JobStatus:
-        """The status of a job without a dispatcher, which is started once."""
+        if self.record.terminal:
+            return self._named(self.record.terminal), None
+        api = self._api()
+        if api is None:
+            return self._lost(GONE), None
+        seen = self.dispatch.look(api, snapshot)
+        status, row = self._decided(seen)
+        if row is None and seen.lost:
+            return self._lost(seen.lost), None
+        if status.state is JobState.WAITING and not (
+            self.is_direct or seen.is_dispatched or seen.lost
+        ):
+            why = f"the dispatcher {self.dispatch.id} is not at work"
+            status = replace(status, reason=Reason.UNDISPATCHED, detail=why)
         if row is not None:
-            return replace(status_of_row(row), attempt=status.attempt)
-        never = "The client died, or was refused, before the job reached the cluster."
-        return JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, never, attempt=0)
+            status = self._with_failures(self._explained(status, row, api, snapshot))
+        return self._named(status), row
+
+    def _decided(self, seen: DispatchStatus) -> tuple[JobStatus, JobRow | None]:
+        """The status that a job table proves, and the row of the attempt that it is about."""
+        status = seen.decision.statuses[self.name]
+        row = seen.rows.get(self.ran_as(status)) if status.attempt else None
+        if self.is_direct and status.state is JobState.WAITING:  # it is started once
+            never = "The client died, or was refused, before the job reached the cluster."
+            status = JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, never, attempt=0)
+            if row is not None:
+                status = status_of_row(row)
+        return status, row
 
     def _explained(
         self, status: JobStatus, row: JobRow, api: JobsApi, snapshot: Snapshot
     ) -> JobStatus:
-        """The status; of an attempt that has not started, with what it waits for."""
+        """The status; of an attempt that has not started, with what it waits for.
+
+        What it says comes from Ray's state API; when that is closed or slow, the status stays.
+        """
         of_row = status_of_row(row)
         if (of_row.state, of_row.reason) != (status.state, status.reason):
             return status
         of_row = api.state.explain_build(row, of_row)
-        of_row = explain.explain(
-            row, of_row, self.record.reservation, api.state, lambda: snapshot.programs(api)
-        )
+        posted_at = (row.get("start_time") or 0) / 1000
+        age_s = time.time() - posted_at
+        if of_row.state is JobState.PENDING and of_row.reason is Reason.NONE and age_s > _STARTS_S:
+            ask = request_of(self.record.reservation)
+            python = (row.get("runtime_env") or {}).get("py_executable")
+            why = None
+            with contextlib.suppress(NemoRunRayError):  # this only explains
+                if ask:
+                    why = snapshot.once(
+                        api,
+                        f"why {ask.key}",
+                        lambda: why_waiting(ask, api.state.room(), snapshot.rows(api)),
+                    )
+                if why is None and python and age_s > _WORKER_S:
+                    why = (
+                        Reason.REBUILDING,
+                        f"No worker has come up for it with py_executable={python!r} of its "
+                        "runtime environment, which Ray starts each of its workers by: it must be "
+                        "there on the node, and be able to import ray.",
+                    )
+            if why is not None:
+                since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
+                of_row = replace(of_row, reason=why[0], detail=f"{why[1]} It waits since {since}.")
         return replace(status, reason=of_row.reason, detail=of_row.detail)
 
     def _lost(self, why: str) -> JobStatus:
         """Its status by what a cluster that is gone has kept."""
-        archive = self.cluster.archive(self.record.session)
+        archive = self._archive()
         if archive is not None and archive.rows:
-            status = self.dispatch.decided(archive.rows).decision.statuses[self.name]
-            row = archive.rows.get(self.ran_as(status))
-            if self.is_direct and row is not None and status.state is JobState.WAITING:
-                status = self._not_tried_again(status, row)
+            status, _ = self._decided(self.dispatch.decided(archive.rows))
             if status.state.is_terminal:
                 return self._named(status)
         if archive is not None and archive.continues:
@@ -306,16 +334,6 @@ class RemoteJob:
         what = "Its end is not known" if arrived else "It is not known whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
         return self._as_recorded(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}{end}")
-
-    def _why_gone(self, why: str) -> str:
-        archive = self.cluster.archive(self.record.session)
-        return (archive and archive.reason) or why
-
-    def _is_cluster_gone(self) -> bool:
-        try:
-            return self.cluster.find() is None
-        except NemoRunRayError:
-            return False  # the cluster does not tell
 
     def _as_recorded(self, state: JobState, reason: Reason, detail: str) -> JobStatus:
         """A status without an answer of its cluster: node and attempt are those seen last."""
@@ -327,24 +345,20 @@ class RemoteJob:
         """The status with the names that its next step is told with."""
         return replace(status, job=self.id, experiment=self.record.exp_dir.name)
 
-    def _rows_by_job(self, snapshot: Snapshot) -> dict[str, dict[str, JobRow]]:
-        """The rows of the job table by first ids; each table is grouped once for all jobs."""
+    def _dispatch_in(self, snapshot: Snapshot) -> DispatchStatus | None:
+        """Its dispatch as the job table has it, or as a cluster that is gone has kept it."""
         api = self._api()
-        session = self.record.session
-
-        def group() -> dict[str, dict[str, JobRow]]:
-            archive = self.cluster.archive(session) if api is None else None
-            rows = snapshot.rows(api) if api is not None else archive.rows if archive else {}
-            groups: dict[str, dict[str, JobRow]] = {}
-            for name, row in rows.items():
-                groups.setdefault(first_id(name), {})[name] = row
-            return groups
-
-        return snapshot.once(api or session, "rows by job", group)
+        if api is not None:
+            return self.dispatch.look(api, snapshot)
+        archive = snapshot.once(self.record.session, "archive", self._archive)
+        return self.dispatch.decided(archive.rows) if archive else None
 
     def _api(self) -> JobsApi | None:
         dashboard = self.cluster.find()
         return None if dashboard is None else JobsApi.of(dashboard)
+
+    def _archive(self) -> ClusterArchive | None:
+        return self.cluster.archive(self.record.session)
 
     # ------------------------------------------------------------------ what can be done
 
@@ -355,17 +369,17 @@ class RemoteJob:
             timeout_s: seconds to wait at most; without it as long as it takes.
 
         Raises:
-            ConfigError: the time is no number.
+            ConfigError: the time is negative.
             JobError: it will never start, since it never reached the cluster.
             StillGoesOn: it has not ended in that time; it is a ``TimeoutError`` too.
         """
-        _check_timeout(timeout_s)
+        if timeout_s is not None and not timeout_s >= 0:
+            raise ConfigError(f"The timeout_s of a wait is {timeout_s!r}; it must be 0 or more.")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             snapshot = Snapshot()
             status = self.status_in(snapshot)
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            record([(self, status)], snapshot, copy_s=left_s)
+            record([(self, status)], snapshot)
             if status.state.is_terminal:
                 return status
             if self._never_starts(status):
@@ -385,29 +399,26 @@ class RemoteJob:
             ClusterError: it did not end in time, or the cluster stopped answering.
             ConfigError: the cluster's address or credentials cannot be used.
         """
-        status = self.answered()
-        snapshot = Snapshot()
-        if not status.state.is_terminal:
+        stops = StopRequests()
+
+        def step() -> tuple[JobStatus, Snapshot] | None:
+            snapshot = Snapshot(is_fresh=True)
+            status, row = self._look(snapshot)
+            is_live = row is not None and is_active(row)
+            is_held = row is not None and is_pending(row) and stops.have_settled
+            if status.state.is_terminal and (is_held or not is_live):
+                return status, snapshot
             api = self.api()
-            stops = StopRequests(api)
-            what = f"the job {self.id} ({api.dashboard.job_page(self.id)})"
-            limit_s = self.record.grace_s + _CANCEL_MARGIN_S
-            status, snapshot = poll_until(partial(self._cancel_step, api, stops), limit_s, what)
+            if is_live:
+                stops.ask(api, self.ran_as(status))
+            if status.state in (JobState.WAITING, JobState.PENDING):
+                claim(api, attempt_id(self.id, status.attempt + 1), self.record.nonces[-1])
+            return None
+
+        limit_s = self.record.grace_s + _CANCEL_MARGIN_S
+        status, snapshot = poll_until(step, limit_s, f"the job {self.id}")
         record([(self, status)], snapshot)
         return status
-
-    def _cancel_step(self, api: JobsApi, stops: StopRequests) -> tuple[JobStatus, Snapshot] | None:
-        snapshot = Snapshot(is_fresh=True)
-        status, row = self.decided(api, snapshot)
-        is_live = row is not None and is_active(row)
-        is_held = row is not None and is_pending(row) and stops.have_settled
-        if status.state.is_terminal and (is_held or not is_live):
-            return status, snapshot
-        if is_live:
-            stops.ask(self.ran_as(status))
-        if status.state in (JobState.WAITING, JobState.PENDING):
-            claim(api, attempt_id(self.id, status.attempt + 1), self.record.nonces[-1])
-        return None
 
     def proof_of_end(self, status: JobStatus) -> str:
         """Proof that no process of it remains after its cancel, or where some may, in words.
@@ -571,13 +582,12 @@ class RemoteJob:
         rows = [row._replace(state=words.get(row.state, row.state)) for row in rows]
         if selection in ("", *STATES):
             return [row for row in rows if selection in ("", row.state)]
-        found, at = [], 0
-        for first, last in merged_ranges(ranges_of(selection, rows[-1].last + 1, self.name)):
-            while rows[at].last < first:
-                at += 1
-            for row in itertools.takewhile(lambda row: row.first <= last, rows[at:]):  # noqa: B023
-                found.append(row._replace(first=max(first, row.first), last=min(last, row.last)))
-        return found
+        begins = [row.first for row in rows]
+        return [
+            row._replace(first=max(first, row.first), last=min(last, row.last))
+            for first, last in merged_ranges(ranges_of(selection, rows[-1].last + 1, self.name))
+            for row in rows[bisect.bisect(begins, first) - 1 : bisect.bisect(begins, last)]
+        ]
 
     def cancel_elements(self, selection: str) -> list[Element]:
         """End some elements of a running array, wait until they have ended, and return them.
@@ -605,11 +615,10 @@ class RemoteJob:
         if any(stretch.state in ACTIVE for stretch in chosen):
             self._request_end(merged_ranges(row[:2] for row in chosen), selection == "waiting")
             states = ("waiting",) if selection == "waiting" else ACTIVE
-            self._until(
-                lambda: not any(stretch.state in states for stretch in selected(indices)),
+            poll_until(
+                lambda: not any(row.state in states for row in selected(indices)) or None,
                 self.record.grace_s + _END_MARGIN_S,
-                f"Elements of the array {self.name!r} were cancelled and have not ended yet. Look "
-                "again with nemo-run-ray status --elements.",
+                f"elements of the array {self.name!r}",
             )
         return repeat(
             lambda: self._elements(self.look(Snapshot(is_fresh=True)), indices), PATIENCE_S
@@ -617,7 +626,7 @@ class RemoteJob:
 
     def _request_end(self, ranges: Sequence[Range], only_waiting: bool) -> None:
         """Let a small job on the head pass a request to the driver; it ends when it is taken."""
-        from nemo_run_ray.experiment.archives import package_archive  # few look at arrays
+        from nemo_run_ray.experiment.archives import package_archive, upload  # few do this
         from nemo_run_ray.plan.job import entrypoint
         from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, request_id
 
@@ -631,8 +640,7 @@ class RemoteJob:
             )
         api, nonce = self.api(), secrets.token_hex(8)
         package = package_archive()
-        if not api.has_package(package.name):
-            api.put_package(package.name, package.pack())
+        upload(api, package)
         name = request_id(self.id, nonce)
         body = {
             "submission_id": name,
@@ -643,7 +651,7 @@ class RemoteJob:
         with contextlib.suppress(Unanswered):  # the table says whether it has arrived
             api.post(body)
 
-        def is_taken() -> bool:
+        def is_taken() -> bool | None:
             row = api.job(name)
             if row is not None and row["status"] in ("FAILED", "STOPPED"):
                 raise ClusterError(
@@ -652,20 +660,9 @@ class RemoteJob:
                     "again."
                 )
             is_over = row is not None and row["status"] == "SUCCEEDED"
-            return is_over or self.look(Snapshot(is_fresh=True)).state.is_terminal
+            return is_over or self.look(Snapshot(is_fresh=True)).state.is_terminal or None
 
-        why = f"The request to cancel elements of the array {self.name!r} is not answered."
-        self._until(is_taken, TAKEN_S + _BEGUN_S, f"{why} Try again.")
-
-    def _until(self, question: Callable[[], bool], within_s: float, why_not: str) -> None:
-        """Ask until the answer is yes, also while the cluster does not answer."""
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            with contextlib.suppress(Unanswered):
-                if question():
-                    return
-            time.sleep(_LOOK_AGAIN_S)
-        raise ClusterError(why_not)
+        poll_until(is_taken, TAKEN_S + _BEGUN_S, f"elements of the array {self.name!r}")
 
     # ------------------------------------------------------------------ log
 
@@ -677,14 +674,12 @@ class RemoteJob:
             ClusterError: the log cannot be read.
             JobError: there is no log.
         """
-        # What the embedded Ray had was kept whole, unless the user has set a limit.
-        is_whole = self.cluster.runs_here and self.kept.is_whole
-        if self.kept.has_log and (is_whole or not self._is_on_cluster()):
+        if self.kept.is_whole:
             return self.kept.log()
-        return self._begun_or_kept(lambda: self._joined(self._attempt_logs(follow)))
+        return self._begun_or_kept(self._joined(self._attempt_logs(follow)))
 
     def output(self, follow: bool = False) -> Iterator[str]:
-        """Its log without Ray's lines before the task's first one, and without the last line."""
+        """The lines of its log without Ray's before the task's first one, and without the last."""
         marks = tuple(attempt_mark(nonce) for nonce in self.record.nonces)
         return output_of(self.log(follow), self.end_marks, marks)
 
@@ -696,7 +691,7 @@ class RemoteJob:
 
     def left_logs(self) -> list[Path]:
         """The logs of its attempts that a cluster which has died has left."""
-        archive = self.cluster.archive(self.record.session)
+        archive = self._archive()
         found: list[Path] = []
         for number in itertools.count(1):  # there may be more than anybody has seen
             path = None if archive is None else archive.log(attempt_id(self.id, number))
@@ -719,7 +714,7 @@ class RemoteJob:
         api = self._api()
         if api is not None:
             return api.state.last_lines(node, name, count)
-        archive = self.cluster.archive(self.record.session)
+        archive = self._archive()
         path = archive.log(name) if archive is not None else None
         return [] if path is None else "".join(text_of(path)).splitlines()[-count:]
 
@@ -740,11 +735,11 @@ class RemoteJob:
                 continue
             while number < status.attempt:
                 number += 1
-                source = _AttemptLog(self, number)
-                if is_followed or source.is_over():
-                    yield follow(source, self.end_marks, time.sleep)
+                is_over = partial(self._is_over, number)
+                if is_followed or is_over():
+                    yield follow(partial(self._read, number), is_over, self.end_marks, time.sleep)
                 else:
-                    yield source.whole()
+                    yield self._read(number, at_once=True)
             if status.state.is_terminal or not is_followed:
                 break
             if self._never_starts(status):
@@ -764,22 +759,28 @@ class RemoteJob:
                 is_at_start = text.endswith("\n")
                 yield text
 
-    def _is_on_cluster(self) -> bool:
-        """Whether the cluster answers and has the attempt that the kept log ends with."""
-        self._read_record()  # another process may have seen the end since
-        if not self.record.terminal:
-            return True
-        ran_as = self.ran_as(JobStatus.from_json(self.record.terminal))
-        try:
-            row = self.api().job(ran_as)
-        except NemoRunRayError:
-            return False
-        return row is not None and nonce_of(row) in self.record.nonces
+    def _read(self, number: int, at_once: bool) -> Iterator[str]:
+        """The log of an attempt: all that there is now, or as it grows."""
+        logs, name = self.api().logs, attempt_id(self.id, number)
+        if at_once:
+            return logs.whole(name)
+        return logs.tail(name, lambda: not self._is_over(number))
 
-    def _begun_or_kept(self, cluster_log: Callable[[], Iterator[str]]) -> Iterator[str]:
+    def _is_over(self, number: int) -> bool:
+        """Whether an attempt has ended."""
+        snapshot = Snapshot()
+        status = self.look(snapshot)
+        if status.state is JobState.LOST:
+            raise JobError(f"There is no log any more. {status.message}")
+        if status.state.is_terminal or status.attempt > number:
+            return True
+        row = snapshot.rows(self.api()).get(attempt_id(self.id, number))
+        return row is not None and state_of_row(row).is_terminal
+
+    def _begun_or_kept(self, cluster_log: Iterator[str]) -> Iterator[str]:
         passed = 0
         try:
-            for text in cluster_log():
+            for text in cluster_log:
                 passed += len(text)
                 yield text
         except (ClusterError, JobError) as error:  # the node that had it is gone, or the cluster
@@ -787,42 +788,12 @@ class RemoteJob:
             beginning = next(rest, "")
             if not beginning or (passed and beginning.startswith(CUT)):
                 raise
-            yield from _from(passed, chain([beginning], rest))
+            skip = passed
+            for text in chain([beginning], rest):
+                yield text[skip:]
+                skip = max(0, skip - len(text))
             if passed and not self.record.terminal:
                 raise JobError(f"No more of its log is left. {self.status.message}") from error
-
-
-class _AttemptLog:
-    """The log of one attempt as ``follow`` reads it."""
-
-    def __init__(self, job: RemoteJob, number: int) -> None:
-        self._job = job
-        self._number = number
-        self._id = attempt_id(job.id, number)
-        self._has_ended = False
-
-    def tail(self) -> Iterator[str]:
-        if self._job.look(Snapshot()).state is JobState.CANCELLED:
-            return self.whole()  # the stream of one that never starts would never begin
-        return self._job.api().logs.tail(self._id, lambda: not self.is_over())
-
-    def whole(self) -> Iterator[str]:
-        return self._job.api().logs.whole(self._id)
-
-    def is_over(self) -> bool:
-        # An attempt that has ended stays so, also when the cluster does not answer any more.
-        self._has_ended = self._has_ended or self._is_over_now()
-        return self._has_ended
-
-    def _is_over_now(self) -> bool:
-        snapshot = Snapshot()
-        status = self._job.look(snapshot)
-        if status.state is JobState.LOST:
-            raise JobError(f"There is no log any more. {status.message}")
-        if status.state.is_terminal or status.attempt > self._number:
-            return True
-        row = snapshot.rows(self._job.api()).get(self._id)
-        return row is not None and state_of_row(row).is_terminal
 
 
 def _json_rows(lines: Iterable[str], shape: Any) -> Iterator[list[Any]]:
@@ -834,28 +805,60 @@ def _json_rows(lines: Iterable[str], shape: Any) -> Iterator[list[Any]]:
                 yield row
 
 
-def _from(offset: int, texts: Iterable[str]) -> Iterator[str]:
-    """The text after so many characters."""
-    for text in texts:
-        if len(text) > offset:
-            yield text[offset:]
-        offset = max(0, offset - len(text))
+def why_waiting(
+    ask: ResourceRequest, room: ClusterRoom | None, rows: JobRows
+) -> tuple[Reason, str] | None:
+    """The reason of a task's wait for nodes, and sentences; ``None`` when there is room.
+
+    Args:
+        ask: what it asks for.
+        room: what the cluster has, if it tells.
+        rows: the job table, for the names of those who hold it.
+    """
+    if room is None:
+        return None
+    never = why_not(ask, room.nodes)
+    if never:
+        text = f"It asks for {ask}; no node can ever take it: {never}."
+        return Reason.UNSCHEDULABLE, f"{text} Ray waits for such a node to join."
+    node = best(ask, room.nodes)
+    if node is None or node.free is None or has_room(ask, node):
+        return None
+    count = len(room.nodes)
+    which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
+    text = f"It asks for {ask}; {which} has {free_text(ask, node)}"
+    held = _holders(ask, node, room.holdings.get(node.node_id, ()), rows)
+    if held:
+        shown = [f"{name} ({amounts_text(held[name])})" for name in list(held)[:_HOLDERS_MAX]]
+        more = f" and {len(held) - _HOLDERS_MAX} more" if len(held) > _HOLDERS_MAX else ""
+        text = f"{text}; there it is held by {', '.join(shown)}{more}"
+    return Reason.ROOM, f"{text}."
 
 
-def _check_timeout(timeout_s: object) -> None:
-    is_number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and float(timeout_s) >= 0):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"The timeout_s of a wait is {timeout_s!r}; allowed is a number of seconds from 0, or "
-            "None to wait as long as it takes."
-        )
+def _holders(
+    ask: ResourceRequest, node: Node, here: Iterable[Holding], rows: JobRows
+) -> dict[str, dict[str, float]]:
+    """The amounts that jobs hold of what a task finds too little of, the largest holder first."""
+    programs = {row["job_id"]: name for name, row in rows.items() if row.get("job_id")}
+    held: dict[str, dict[str, float]] = {}
+    for holding in here:
+        for name in scarce(ask, node):
+            if holding.resources.get(name):
+                owner = holding.submission_id or programs.get(holding.job_id)
+                amounts = held.setdefault(owner or f"the Ray program {holding.job_id}", {})
+                amounts[name] = amounts.get(name, 0.0) + holding.resources[name]
+
+    def share(owner: str) -> float:
+        return sum(amount / ask.resources[name] for name, amount in held[owner].items())
+
+    return {owner: held[owner] for owner in sorted(held, key=lambda one: (-share(one), one))}
 
 
 def record(
     seen: Iterable[tuple[RemoteJob, JobStatus]],
     snapshot: Snapshot,
     is_final: bool = False,
-    copy_s: float | None = None,
+    with_logs: bool = True,
 ) -> list[str]:
     """Write down attempts and ends, then copy the logs of jobs that have ended.
 
@@ -866,10 +869,10 @@ def record(
         seen: jobs, and what the snapshot says of them.
         snapshot: what clusters say.
         is_final: the cluster is about to be stopped, and with it all that runs on it.
-        copy_s: seconds to wait for the copies, which continue after that; ``None`` waits for all.
+        with_logs: copy logs too, which may take long.
 
     Returns:
-        A sentence for each log that is not copied.
+        A sentence for each log that could not be copied.
     """
     by_folder: dict[Path, list[tuple[RemoteJob, JobStatus]]] = {}
     for job, status in seen:
@@ -879,9 +882,10 @@ def record(
         if os.access(exp_dir, os.W_OK):
             store = store_of(exp_dir)
             _write(store, jobs, snapshot, is_final)
-            ended = [one for one in jobs if _has_ended(one[1]) and one[1].attempt]
-            problems += store.shared(_Copies, "", partial(_Copies, store)).copy(ended, copy_s)
-    return problems
+            for job, status in jobs if with_logs else ():
+                if _has_ended(status) and status.attempt:
+                    problems.append(_copy(store, job, status))
+    return [problem for problem in problems if problem]
 
 
 def _has_ended(status: JobStatus) -> bool:
@@ -895,14 +899,13 @@ def _write(
     is_final: bool,
 ) -> None:
     """Append what is new of these jobs to the ledger, with one write."""
-    moments = store.shared(_Moments, "", _Moments)
     events: list[Event] = []
-    with moments.lock:  # another thread that has seen the same end waits until it is written
+    with store.recording:  # another thread that has seen the same end waits until it is written
         for job, status in jobs:
             current = store.ledger.job(job.id)
             if current is None or current.terminal:
                 continue
-            seen = moments.begun(job.id, job.attempts_in(snapshot))
+            seen = _begun(store, job.id, job.attempts_in(snapshot))
             # One that Ray only holds back may start after all, and is stopped then. An id that
             # another submission has may be that of this job by `resume`, which is not read yet.
             is_held_back = job.is_direct and any(
@@ -910,13 +913,14 @@ def _write(
             )
             is_taken = status.reason is Reason.TAKEN
             has_ended = _has_ended(status) and (is_final or not is_held_back) and not is_taken
-            ended = status.to_json() if has_ended else {}
-            attempts = known(replace(current, terminal=ended), seen, time.time())
-            rows = [attempt.to_json() for attempt in attempts.values()]
-            if ended:
-                events.append((TERMINAL, job.id, {"status": ended, "attempts": rows}))
+            if has_ended:
+                current = replace(current, terminal=status)
+            attempts = known(current, seen, time.time())
+            values = {"attempts": [attempt.to_json() for attempt in attempts.values()]}
+            if has_ended:
+                events.append((TERMINAL, job.id, {"status": status.to_json(), **values}))
             elif has_news(current.attempts, attempts):
-                events.append((SEEN, job.id, {"attempts": rows}))
+                events.append((SEEN, job.id, values))
         _append(store, events)
 
 
@@ -928,31 +932,24 @@ def _append(store: ExperimentStore, events: Sequence[Event]) -> None:
         log.warning("What was seen of the jobs is not kept in %s: %s", store.exp_dir, error)
 
 
-class _Moments:
-    """When this process saw jobs last, and which of their attempts ran then."""
+def _begun(store: ExperimentStore, job: str, attempts: Attempts) -> Attempts:
+    """The attempts; those that were posted, or did not run, a moment ago have begun now.
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._looked: dict[str, tuple[float, frozenset[str]]] = {}
-
-    def begun(self, job: str, attempts: Attempts) -> Attempts:
-        """The attempts; those that were posted, or did not run, a moment ago have begun now.
-
-        One that was first seen later than that may have begun at any moment before.
-        """
-        now = time.time()
-        running = frozenset(
-            name for name, attempt in attempts.items() if attempt.state == JobState.RUNNING.value
-        )
-        looked_at, before = self._looked.get(job, (0.0, running))
-        self._looked[job] = now, running
-        found = {**attempts}
-        for name in running:
-            is_fresh = now - attempts[name].posted_at <= _FRESH_S
-            is_new = name not in before and now - looked_at <= _MOMENT_S
-            if (is_fresh or is_new) and attempts[name].running_at is None:
-                found[name] = replace(attempts[name], running_at=now)
-        return found
+    One that was first seen later than that may have begun at any moment before.
+    """
+    now = time.time()
+    running = frozenset(
+        name for name, attempt in attempts.items() if attempt.state == JobState.RUNNING.value
+    )
+    looked_at, before = store.looked.get(job, (0.0, running))
+    store.looked[job] = now, running
+    found = {**attempts}
+    for name in running:
+        is_fresh = now - attempts[name].posted_at <= _FRESH_S
+        is_new = name not in before and now - looked_at <= _MOMENT_S
+        if (is_fresh or is_new) and attempts[name].running_at is None:
+            found[name] = replace(attempts[name], running_at=now)
+    return found
 
 
 def with_begin_times(job: RemoteJob, attempts: Attempts) -> Attempts:
@@ -969,71 +966,30 @@ def with_begin_times(job: RemoteJob, attempts: Attempts) -> Attempts:
     return found
 
 
-class _Copies:
-    """Copies the logs of one experiment's jobs, and the files of drivers, in a thread."""
+def _copy(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> str:
+    """Copy the log of a job that has ended, and what its driver has written; why that failed.
 
-    def __init__(self, store: ExperimentStore) -> None:
-        self._store = store
-        self._waiting: dict[str, tuple[RemoteJob, JobStatus]] = {}
-        self._thread: threading.Thread | None = None
-        self._done: set[str] = set()
-        self._failed_at: dict[str, float] = {}
-        self._problems: dict[str, str] = {}
-
-    def copy(
-        self, ended: Sequence[tuple[RemoteJob, JobStatus]], within_s: float | None
-    ) -> list[str]:
-        """Copy what is not kept yet, and return why logs are not.
-
-        A log that the cluster does not have, or that takes too long, is given up, which is written
-        down. A cluster that does not answer is asked again by a later call.
-        """
-        again_before = time.monotonic() - _COPY_AGAIN_S
-        with self._store.lock:
-            for job, status in ended:
-                may_try = self._failed_at.get(job.id, again_before) <= again_before
-                if may_try and job.id not in self._done:
-                    self._waiting[job.id] = job, status
-                    self._problems[job.id] = f"The log of {job.id} is not copied yet."
-            is_idle = self._thread is None or not self._thread.is_alive()
-            if self._waiting and is_idle:
-                self._thread = threading.Thread(target=self._run, name="copy-logs", daemon=True)
-                self._thread.start()
-            thread = self._thread
-        if thread is not None:
-            thread.join(within_s)
-        return [self._problems[job.id] for job, _ in ended if job.id in self._problems]
-
-    def _run(self) -> None:
-        while True:
-            with self._store.lock:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                job, status = next(iter(self._waiting.values()))
-            try:
-                problem = _copy_log(self._store, job, status)
-                _copy_driver_files(job, status)
-                _write_begin_times(self._store, job)
-                self._done.add(job.id)
-            except (NemoRunRayError, OSError, ValueError) as error:
-                log.info("The log of %s is not copied yet: %s", job.id, error)
-                problem = f"The log of {job.id} could not be copied: {error}"
-                self._failed_at[job.id] = time.monotonic()
-            with self._store.lock:
-                del self._waiting[job.id]
-                self._problems.pop(job.id, None)
-                if problem:
-                    self._problems[job.id] = problem
-
-
-def _write_begin_times(store: ExperimentStore, job: RemoteJob) -> None:
-    current = store.ledger.job(job.id)
-    if current is not None:
-        attempts = with_begin_times(job, current.attempts)
-        if attempts != current.attempts:
-            rows = [attempt.to_json() for attempt in attempts.values()]
-            _append(store, [(SEEN, job.id, {"attempts": rows})])
+    A log that the cluster does not have, or that takes too long, is given up, which is written
+    down. A cluster that does not answer is asked again by a later call.
+    """
+    with store.copying:  # another thread that has seen the same end waits until it is copied
+        again_at = store.copy_failed_at.get(job.id, -_COPY_AGAIN_S) + _COPY_AGAIN_S
+        if job.id in store.copied or time.monotonic() < again_at:
+            return ""
+        try:
+            problem = _copy_log(store, job, status)
+            _copy_driver_files(job, status)
+            current = store.ledger.job(job.id)
+            attempts = with_begin_times(job, current.attempts) if current else {}
+            if current and attempts != current.attempts:
+                rows = [attempt.to_json() for attempt in attempts.values()]
+                _append(store, [(SEEN, job.id, {"attempts": rows})])
+            store.copied.add(job.id)
+        except (NemoRunRayError, OSError, ValueError) as error:
+            log.info("The log of %s is not copied yet: %s", job.id, error)
+            problem = f"The log of {job.id} could not be copied: {error}"
+            store.copy_failed_at[job.id] = time.monotonic()
+    return problem
 
 
 def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> str:
@@ -1041,9 +997,16 @@ def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> str:
     if not job.misses_log:
         return ""
     deadline = time.monotonic() + COPY_S
+
+    def in_time(texts: Iterator[str]) -> Iterator[str]:
+        for text in texts:
+            if time.monotonic() > deadline:
+                raise StreamCut("it did not arrive in time")
+            yield text
+
     try:
         texts = job.left_text() if job.left_logs() else job.whole_log(status, COPY_S)
-        job.kept.keep_log(_until(texts, deadline), job.record.keep_logs_max_bytes)
+        job.kept.keep_log(in_time(texts), job.record.keep_logs_max_bytes)
     except (NemoRunRayError, OSError) as error:
         if not isinstance(error, (JobError, OSError)) and time.monotonic() < deadline:
             raise
@@ -1066,10 +1029,3 @@ def _copy_driver_files(job: RemoteJob, status: JobStatus) -> None:
             results = job.array_file(status, RESULTS_FILE)
             job.kept.keep(RESULTS_FILE, "\n".join([*results, ""]))
             job.kept.keep(STATES_FILE, "\n".join([*states, ""]))  # last: with it, all is kept
-
-
-def _until(texts: Iterator[str], deadline: float) -> Iterator[str]:
-    for text in texts:
-        if time.monotonic() > deadline:
-            raise StreamCut("it did not arrive in time")
-        yield text

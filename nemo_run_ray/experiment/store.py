@@ -10,42 +10,34 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from filelock import FileLock
 from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import dataclass
 
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.ids import LEDGER
 from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
 from nemo_run_ray.remote.node.output import CUT
-from nemo_run_ray.remote.spec import JobRows, fits
-from nemo_run_ray.remote.status import (
-    Attempt,
-    JobState,
-    JobStatus,
-    Reason,
-    attempt_id,
-    attempt_of_row,
-    attempts_of,
-)
+from nemo_run_ray.remote.status import Attempt, JobState, JobStatus, Reason
 
 log = logging.getLogger(__name__)
 
-
-_T = TypeVar("_T")
+INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
+TERMINAL, SEEN, UNKEPT = "terminal", "seen", "unkept"
 #: Kind, submission id and values.
 Event = tuple[str, str, dict[str, Any]]
+_CHECKED = ConfigDict(allow_inf_nan=False)
 
 
-@pydantic_dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
+@dataclass(frozen=True, config=_CHECKED)
 class AttemptRecord:
     """One attempt as it was last seen. Times are seconds since the epoch.
 
@@ -113,40 +105,13 @@ def merged(kept: Attempts, found: Attempts) -> dict[str, AttemptRecord]:
     return result
 
 
-#: A running attempt is written down again when its known run time has grown by 25 % and 5 s, so
-#: that a job that runs for days adds some dozens of lines.
-_LONGER, _LONGER_S = 1.25, 5.0
-INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
-TERMINAL, SEEN, UNKEPT = "terminal", "seen", "unkept"
-#: The values of an intent that are fields of a ``JobRecord``, and those it may lack, by type.
-_REQUIRED = {"job": str, "role": str, "cluster": dict, "session": str}
-_OPTIONAL = {
-    "dispatcher": str,
-    "is_dispatcher": bool,
-    "has_roles": bool,
-    "is_array": bool,
-    "place": int,
-    "grace_s": float,
-    "reservation": dict,
-    "keep_logs_max_bytes": int,
-    "log_copy": str,
-}
-_EVENT = {"at": float | None, "id": str, "event": str}
-_INTENT = {
-    "nonce": str,
-    **_REQUIRED,
-    **{name: kind | None for name, kind in _OPTIONAL.items()},
-}
-
-
-@dataclass
+@dataclass(frozen=True, config=_CHECKED)
 class JobRecord:
     """One job as the ledger knows it.
 
     Attributes:
         submission_id: its name on the cluster.
         job: its name in NeMo-Run.
-        role: name of its role, for logs.
         cluster: ``Cluster.record()`` of its cluster.
         session: Ray's name of the cluster's life that got it.
         nonces: one of every submission, by whatever process; they tell this job from another one
@@ -165,13 +130,12 @@ class JobRecord:
         intended_at: when it was last about to be submitted, in seconds since the epoch.
         last: the last event of its submission.
         is_log_given_up: its log could not be kept.
-        terminal: what was last seen of it, once it had ended.
+        terminal: its status, once a client has written down its end.
         attempts: what was seen of its attempts, by submission id.
     """
 
     submission_id: str
     job: str
-    role: str
     cluster: dict[str, Any]
     session: str
     nonces: list[str]
@@ -188,12 +152,8 @@ class JobRecord:
     intended_at: float = 0.0
     last: str = INTENT
     is_log_given_up: bool = False
-    terminal: dict[str, Any] = field(default_factory=dict)
-    attempts: dict[str, AttemptRecord] = field(default_factory=dict)
-
-    def copy(self) -> JobRecord:
-        """A copy that may be changed."""
-        return replace(self, nonces=[*self.nonces], attempts={**self.attempts})
+    terminal: JobStatus | None = None
+    attempts: Mapping[str, AttemptRecord] = field(default_factory=dict)
 
 
 class Ledger:
@@ -252,14 +212,13 @@ class Ledger:
         """All jobs by submission id, in the order of their submission."""
         with self._lock:
             self._read()
-            return {name: record.copy() for name, record in self._records.items()}
+            return dict(self._records)
 
     def job(self, submission_id: str) -> JobRecord | None:
         """The record of one job; ``None`` when there is no such job."""
         with self._lock:
             self._read()
-            found = self._records.get(submission_id)
-            return None if found is None else found.copy()
+            return self._records.get(submission_id)
 
     def has_arrived(self, name: str) -> bool:
         """Whether a dispatcher of this id, or a job without one, has reached its cluster."""
@@ -274,8 +233,7 @@ class Ledger:
             return self._began_at
 
     def _forget(self, inode: int | None) -> None:
-        self._inode = inode
-        self._offset = self._lines = 0
+        self._inode, self._offset = inode, 0
         self._records: dict[str, JobRecord] = {}
         self._arrived: set[str] = set()
         self._began_at: float | None = None
@@ -296,17 +254,14 @@ class Ledger:
                 self._forget(found.st_ino)
             file.seek(self._offset)
             for line in file.readlines():
-                is_whole = line.endswith(b"\n")
                 try:
                     if line.strip():
                         self._add(json.loads(line))
                 except (KeyError, TypeError, ValueError, RecursionError):
-                    number = self._lines + 1
-                    log.warning("Line %d of %s is no record and is ignored.", number, self.path)
-                    if not is_whole:
+                    if not line.endswith(b"\n"):
                         return  # perhaps its writer is at it
+                    log.warning("A line of %s is no record: %r", self.path, line[:80])
                 self._offset += len(line)
-                self._lines += is_whole
 
     def _add(self, event: Any) -> None:
         """Take the next event into account.
@@ -314,57 +269,34 @@ class Ledger:
         Raises:
             KeyError, TypeError, ValueError: it is no event; nothing is changed.
         """
-        if not fits(event, _EVENT) or (event["event"] == INTENT and not fits(event, _INTENT)):
-            raise ValueError("it has not the form of an event")
-        name, kind = event["id"], event["event"]
-        found = [AttemptRecord(**values) for values in event.get("attempts") or ()]
-        if kind == TERMINAL:
-            JobStatus.from_json(event["status"])  # as every later look reads it
-        if self._began_at is None:
-            self._began_at = event.get("at")
+        name, kind, at = event["id"], event["event"], float(event.get("at") or 0.0)
         record = self._records.get(name)
         if kind == INTENT:
-            self._records[name] = JobRecord(
-                submission_id=name,
-                exp_dir=self.exp_dir,
-                intended_at=float(event.get("at") or 0.0),
-                nonces=[*(record.nonces if record else ()), event["nonce"]],
-                attempts=record.attempts if record else {},
-                **{key: event[key] for key in (*_REQUIRED, *_OPTIONAL) if key in event},
-            )
+            own = {
+                "submission_id": name,
+                "exp_dir": self.exp_dir,
+                "intended_at": at,
+                "nonces": [*(record.nonces if record else ()), event["nonce"]],
+                "attempts": record.attempts if record else {},
+            }
+            record = JobRecord(**{**event, **own})
         elif record is None:
             log.warning("The ledger in %s tells of %s too early.", self.exp_dir, name)
+            return
         elif kind in (TERMINAL, SEEN):
-            if kind == TERMINAL:
-                record.terminal = event["status"]
             # Several processes look, and each knows what it has seen.
-            seen = {attempt.submission_id: attempt for attempt in found}
-            record.attempts = merged(record.attempts, seen)
+            seen = [AttemptRecord(**values) for values in event.get("attempts") or ()]
+            attempts = merged(record.attempts, {one.submission_id: one for one in seen})
+            ended = JobStatus.from_json(event["status"]) if kind == TERMINAL else record.terminal
+            record = replace(record, terminal=ended, attempts=attempts)
         elif kind == UNKEPT:
-            record.is_log_given_up = True
+            record = replace(record, is_log_given_up=True)
         elif kind in (SUBMITTED, UNSETTLED):
-            record.last = kind
+            record = replace(record, last=kind)
             if kind == SUBMITTED:
                 self._arrived.add(record.dispatcher if record.is_dispatcher else name)
-
-
-def attempts_of_rows(
-    rows: JobRows, job: str, nonces: Sequence[str], now: float
-) -> dict[str, AttemptRecord]:
-    """The attempts of a job in a job table, without claims.
-
-    Args:
-        rows: the table; rows of other jobs are ignored.
-        job: submission id of the first attempt.
-        nonces: of the job's submissions.
-        now: seconds since the epoch.
-    """
-    table = {name: attempt_of_row(row) for name, row in rows.items()}
-    return {
-        attempt_id(job, number): AttemptRecord.of(attempt_id(job, number), row, now)
-        for number, row in attempts_of([job], table)[job].items()
-        if not row.claim and row.nonce in nonces
-    }
+        self._records[name] = record
+        self._began_at = self._began_at or at
 
 
 def known(record: JobRecord, found: Attempts, now: float) -> Attempts:
@@ -379,11 +311,9 @@ def known(record: JobRecord, found: Attempts, now: float) -> Attempts:
         now: seconds since the epoch, for an end that nobody has written down.
     """
     attempts = merged(record.attempts, found)
-    if not record.terminal:
-        return attempts
-    status = JobStatus.from_json(record.terminal)
-    for name, one in attempts.items():
-        if not JobState(one.state).is_terminal:
+    status = record.terminal
+    for name, one in attempts.items() if status else ():
+        if status and not JobState(one.state).is_terminal:
             before = record.attempts[name].ended_at if name in record.attempts else None
             attempts[name] = replace(
                 one,
@@ -403,22 +333,22 @@ def has_news(kept: Attempts, found: Attempts) -> bool:
         kept: as it was written down.
         found: as it is now.
     """
-    if {name: replace(one, seen_at=None) for name, one in kept.items()} != {
-        name: replace(one, seen_at=None) for name, one in found.items()
-    }:
+
+    def without_moment(attempts: Attempts) -> dict[str, AttemptRecord]:
+        return {name: replace(one, seen_at=None) for name, one in attempts.items()}
+
+    if without_moment(kept) != without_moment(found):
         return True
     return any(_is_longer(kept[name], one) for name, one in found.items())
 
 
 def _is_longer(before: AttemptRecord, now: AttemptRecord) -> bool:
+    """Whether the known run time has grown by 25 % and 5 s: a run of days adds some dozens of
+    lines."""
     if now.seen_at is None or before.seen_at is None:
         return now.seen_at != before.seen_at
-    length_s, known_s = now.seen_at - now.posted_at, before.seen_at - now.posted_at
-    return length_s > max(_LONGER * known_s, known_s + _LONGER_S)
-
-
-#: Bytes of a log that are copied at once. Of a first line that is longer a part is kept.
-_CHUNK_BYTES = 64 * 1024
+    known_s = before.seen_at - now.posted_at
+    return now.seen_at - before.seen_at > max(5.0, known_s / 4)
 
 
 class Kept:
@@ -460,14 +390,13 @@ class Kept:
             texts: the log, in pieces of any size.
             most_bytes: of a longer log the end is kept, behind a line that says how much is not.
         """
-        folder = self._log.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         pieces = (text.encode(errors="replace") for text in texts)
         with replacing(self._log) as file:
             if most_bytes is None:
                 file.writelines(pieces)
             else:
-                _write_end(pieces, most_bytes, folder, file)
+                _write_end(pieces, most_bytes, file)
         if self._copy is not None and self._copy.parent.parent.is_dir():
             try:
                 self._copy.parent.mkdir(exist_ok=True)
@@ -491,42 +420,27 @@ class Kept:
         return self._log.with_name(f"{self._id}.{kind}")
 
 
-def _write_end(pieces: Iterable[bytes], most_bytes: int, folder: Path, file: IO[bytes]) -> None:
-    """Write the last ``most_bytes`` at most, from the beginning of a line on.
-
-    Two files take turns, and the older one is dropped when the newer one is full.
-    """
-    size = 0
-    with tempfile.TemporaryFile(dir=folder) as first, tempfile.TemporaryFile(dir=folder) as second:
-        older, newer = first, second
-        for piece in pieces:
-            size += newer.write(piece)
-            if newer.tell() >= most_bytes:
-                older, newer = newer, older
-                newer.seek(0)
-                newer.truncate()
-        older.seek(max(0, older.tell() + newer.tell() - most_bytes))
-        newer.seek(0)
-        if size > most_bytes:
-            beginning = older.read(_CHUNK_BYTES)
-            if b"\n" not in beginning and len(beginning) < _CHUNK_BYTES:
-                beginning += newer.read(_CHUNK_BYTES)
-            dropped = _to_next_line(beginning)
-            file.write(
-                f"{CUT}{size - most_bytes + dropped} bytes of this log are not kept: "
-                f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
-            )
-            file.write(beginning[dropped:])
-        shutil.copyfileobj(older, file)
-        shutil.copyfileobj(newer, file)
-
-
-def _to_next_line(text: bytes) -> int:
-    """The offset of the next line, or else of the next character."""
-    line = text.find(b"\n") + 1
-    if line:
-        return line
-    return next((at for at, byte in enumerate(text) if byte & 0xC0 != 0x80), len(text))
+def _write_end(pieces: Iterable[bytes], most_bytes: int, file: IO[bytes]) -> None:
+    """Write the last ``most_bytes`` at most, from the beginning of a line on."""
+    end: deque[bytes] = deque()
+    size = dropped = 0
+    for piece in pieces:
+        end.append(piece)
+        size += len(piece)
+        while end and size - len(end[0]) >= most_bytes:
+            dropped += len(end[0])
+            size -= len(end.popleft())
+    if dropped or size > most_bytes:
+        first = end.popleft()
+        begin = max(0, size - most_bytes)
+        begin = first.find(b"\n", begin) + 1 or begin  # of a line that is longer the end is kept
+        rest = first[begin:].decode(errors="ignore").encode()
+        file.write(
+            f"{CUT}{dropped + len(first) - len(rest)} bytes of this log are not kept: "
+            f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
+        )
+        file.write(rest)
+    file.writelines(end)
 
 
 class ExperimentStore:
@@ -535,31 +449,29 @@ class ExperimentStore:
     Attributes:
         exp_dir: the experiment's folder.
         ledger: its ledger.
-        waiters: objects of this process that wait for its jobs; as long as there is one, what is
-            seen of the jobs is recorded.
+        dispatches: the experiment's dispatches, by id.
         lock: guards what several threads do once.
         packing: guards the files that packagers write.
-        last_complaint: why its jobs could not be looked after.
+        recording: guards what is written of jobs that were seen.
+        copying: guards the copies of logs.
+        looked: when this process saw a job last, and which of its attempts ran then.
+        copied: jobs whose logs are kept or given up.
+        copy_failed_at: when the log of a job could not be copied, by the monotonic clock.
         reported: job, state and reason that were shown to this process's user.
     """
 
     def __init__(self, exp_dir: Path) -> None:
         self.exp_dir = exp_dir
         self.ledger = Ledger(exp_dir)
-        self.waiters: set[object] = set()
+        self.dispatches: dict[str, Any] = {}
         self.lock = threading.Lock()
         self.packing = threading.Lock()
-        self.last_complaint = ""
+        self.recording = threading.Lock()
+        self.copying = threading.Lock()
+        self.looked: dict[str, tuple[float, frozenset[str]]] = {}
+        self.copied: set[str] = set()
+        self.copy_failed_at: dict[str, float] = {}
         self.reported: set[tuple[str, JobState, Reason]] = set()
-        self._shared: dict[tuple[type, str], Any] = {}
-
-    def shared(self, kind: type[_T], name: str, make: Callable[[], _T]) -> _T:
-        """The one object of a kind and a name that all threads share; made by the first call."""
-        with self.lock:
-            if (kind, name) not in self._shared:
-                self._shared[kind, name] = make()
-            found: _T = self._shared[kind, name]
-            return found
 
 
 _stores: dict[str, ExperimentStore] = {}

@@ -6,15 +6,16 @@ import contextlib
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray.clusters import Cluster, Dashboard, from_record
+from nemo_run_ray.clusters import Cluster, from_record
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import (
     ConfigError,
@@ -26,8 +27,16 @@ from nemo_run_ray.errors import (
     as_markup,
 )
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.experiment import archives
-from nemo_run_ray.experiment.archives import ArchiveCache
+from nemo_run_ray.experiment.archives import (
+    Archive,
+    code_archive,
+    job_archive,
+    package_archive,
+    packager_key,
+    script_problem,
+    secrets_archive,
+    upload,
+)
 from nemo_run_ray.experiment.dispatch import Dispatch, start_dispatcher, submit_once
 from nemo_run_ray.experiment.find import did_you_mean, find_experiment, find_record, titles
 from nemo_run_ray.experiment.store import (
@@ -35,6 +44,7 @@ from nemo_run_ray.experiment.store import (
     SUBMITTED,
     TERMINAL,
     UNSETTLED,
+    Event,
     JobRecord,
     store_of,
 )
@@ -86,15 +96,9 @@ class Batch:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _dispatch_lock: threading.Lock = field(default_factory=threading.Lock)
     _dispatched: dict[str, NemoRunRayError | None] = field(default_factory=dict)
-    _session: str = ""
-    _ray_version: str = ""
-    _is_checked: bool = False
-    _preflight_error: DoesNotFit | None = None
-    _api: JobsApi | None = None
-    _dry_code: dict[str, archives.Archive] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._archives = ArchiveCache(self.exp_dir)
+    #: By the packager's key, and whether it was packed for a dry run.
+    _code: dict[tuple[str, bool], Archive] = field(default_factory=dict)
+    _jobs: tuple[tuple[str, ...], Archive] | None = None
 
     def add(self, planned: JobPlan, executor: RayExecutor, place: int) -> None:
         """Take a job, or another plan of it."""
@@ -112,23 +116,24 @@ class Batch:
             ConfigError: a secret is not set, or a script is not there.
             PackagingFailed: a packager delivers no archive.
         """
-        archives.secrets_archive(planned.spec.secrets, "", planned.secret_places)
+        secrets_archive(planned.spec.secrets, "", planned.secret_places)
         if planned.job == next(iter(self.plans), planned.job):
-            self._dry_code.clear()  # the files may have changed since the last dry run
-        code = {role: self._code(own, is_dry) for role, own in planned.packagers.items()}
+            # The files may have changed since the last dry run.
+            self._code = {key: code for key, code in self._code.items() if not key[1]}
+        code = {role: self._packed(own, is_dry) for role, own in planned.packagers.items()}
         for role, task in planned.tasks().items():
-            problem = archives.script_problem(task, code.get(role))
+            problem = script_problem(task, code.get(role))
             if problem and not (task.cwd and (planned.after or planned.outside)):
                 raise ConfigError(f"The job {planned.job!r} cannot run: {problem}")
 
-    def _code(self, packager: Packager, is_dry: bool) -> archives.Archive:
-        if not is_dry:
-            return self._archives.code(packager)
-        key = archives.packager_key(packager)
-        if key not in self._dry_code:
-            with tempfile.TemporaryDirectory() as folder:
-                self._dry_code[key] = archives.code_archive(packager, Path(folder), "code")
-        return self._dry_code[key]
+    def _packed(self, packager: Packager, is_dry: bool = False) -> Archive:
+        name = packager_key(packager)
+        if (name, is_dry) not in self._code:
+            # Another cluster's batch writes the same file.
+            with store_of(self.exp_dir).packing, tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary) if is_dry else self.exp_dir
+                self._code[name, is_dry] = code_archive(packager, folder, f"ray_code_{name}")
+        return self._code[name, is_dry]
 
     def submit(self, name: str) -> str:
         """Hand a job over, with the first one its whole dispatch; its submission id.
@@ -162,23 +167,22 @@ class Batch:
 
     def _submit_alone(self, planned: JobPlan) -> None:
         nonce, key = secrets.token_hex(8), secrets.token_hex(16)
-        hidden = archives.secrets_archive(planned.spec.secrets, nonce, planned.secret_places, key)
+        hidden = secrets_archive(planned.spec.secrets, nonce, planned.secret_places, key)
         with self._lock:
             self._check_fit()
             self.before_post()
-            code = {
-                role: self._upload(self._archives.code(packager))
-                for role, packager in planned.packagers.items()
-            }
-            carried = [self._upload(archive) for archive in self._job_archives()]
-        self._connect().put_package(hidden.name, hidden.pack())
-        carried.append(hidden.uri)
+            code = {role: self._packed(own) for role, own in planned.packagers.items()}
+            shared = self._shared()
+            for archive in (*code.values(), *shared):
+                upload(self._api, archive)
+        self._api.put_package(hidden.name, hidden.pack())
         ledger = store_of(self.exp_dir).ledger
         ledger.write_all([self._intent(planned, nonce)])
-        body = planned.body(code, carried, nonce)
+        uris = {role: archive.uri for role, archive in code.items()}
+        body = planned.body(uris, [archive.uri for archive in (*shared, hidden)], nonce)
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
         try:
-            submit_once(self._connect(), body, lambda: ledger.jobs()[planned.submission_id].nonces)
+            submit_once(self._api, body, lambda: ledger.jobs()[planned.submission_id].nonces)
         except JobRefused as error:
             refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
             ledger.note(TERMINAL, planned.submission_id, status=refused.to_json())
@@ -193,10 +197,9 @@ class Batch:
         with self._lock:
             places = joined_places(planned.secret_places for planned in jobs)
             for planned in jobs:
-                archives.secrets_archive(planned.spec.secrets, "", places)  # they must be set
+                secrets_archive(planned.spec.secrets, "", places)  # they must be set
             self._check_fit()
-            api = self._connect()
-            shared = self._job_archives()
+            shared = self._shared()
             uploads = {archive.uri: archive for archive in shared}
             dispatched, intents = [], []
             by_name = {planned.job: planned for planned in jobs}
@@ -204,11 +207,11 @@ class Batch:
             for job in TopologicalSorter(upstreams).static_order():
                 planned = by_name[job]
                 nonce = secrets.token_hex(8)
-                code = {role: self._archives.code(own) for role, own in planned.packagers.items()}
+                code = {role: self._packed(own) for role, own in planned.packagers.items()}
                 uploads.update({archive.uri: archive for archive in code.values()})
                 uris = {role: archive.uri for role, archive in code.items()}
                 body = planned.body(uris, [archive.uri for archive in shared], nonce)
-                outside = [outside_spec(handle, api, self._session) for handle in planned.outside]
+                outside = [outside_spec(it, self._api, self._session) for it in planned.outside]
                 dispatched.append(planned.dispatched(body, outside, name))
                 intents.append(self._intent(planned, nonce, name))
             limits = [plan.max_in_flight for plan in jobs if plan.max_in_flight is not None]
@@ -217,7 +220,7 @@ class Batch:
                 nonce=secrets.token_hex(8),
                 jobs=tuple(dispatched),
                 session=self._session,
-                dashboards=(api.dashboard.url,),
+                dashboards=(self._api.dashboard.url,),
                 max_in_flight=min(limits, default=None),
             )
             pythons = dict.fromkeys([self.cluster.python, *(plan.spec.python for plan in jobs)])
@@ -225,15 +228,12 @@ class Batch:
             dispatch.save(spec, uploads, [python for python in pythons if python], places)
             self.before_post()
             store_of(self.exp_dir).ledger.write_all(intents)
-            start_dispatcher(dispatch, api, self.cluster.record())
+            start_dispatcher(dispatch, self._api, self.cluster.record())
 
-    def _intent(
-        self, planned: JobPlan, nonce: str, dispatcher: str = ""
-    ) -> tuple[str, str, dict[str, object]]:
+    def _intent(self, planned: JobPlan, nonce: str, dispatcher: str = "") -> Event:
         executor = self.executors[planned.job]
         values: dict[str, object] = {
             "job": planned.job,
-            "role": planned.job,
             "cluster": self.cluster.record(),
             "session": self._session,
             "nonce": nonce,
@@ -250,15 +250,19 @@ class Batch:
 
     def page(self, name: str) -> str:
         """The page of a job in Ray's dashboard."""
-        return self._connect().dashboard.job_page(self.plans[name].submission_id)
+        return self._api.dashboard.job_page(self.plans[name].submission_id)
 
-    def _connect(self) -> JobsApi:
-        if self._api is None:
-            api = JobsApi.of(self.cluster.connect())
-            version = api.version()
-            self._ray_version, self._session = version["ray_version"], version["session_name"]
-            self._api = api
-        return self._api
+    @cached_property
+    def _api(self) -> JobsApi:
+        return JobsApi.of(self.cluster.connect())
+
+    @cached_property
+    def _version(self) -> dict[str, str]:
+        return self._api.version()
+
+    @property
+    def _session(self) -> str:
+        return self._version["session_name"]
 
     def _check_fit(self) -> None:
         """Refuse jobs that the cluster cannot run; one look is enough for all of the batch.
@@ -266,57 +270,43 @@ class Batch:
         Raises:
             TooOld, DoesNotFit: it cannot.
         """
-        api = self._connect()
         for planned in self.plans.values():
-            api.require(self._ray_version, planned.selector_since)
-        if not self._is_checked:
-            self._preflight_error = preflight_error(api.dashboard, self.plans, self.executors)
-            self._is_checked = True
-        if self._preflight_error is not None:
-            raise self._preflight_error
+            self._api.require(self._version["ray_version"], planned.selector_since)
+        if self._misfits:
+            raise DoesNotFit(
+                f"The cluster {self._api.dashboard.url} does not fit, so nothing was sent to "
+                f"it:\n{self._misfits}"
+            )
 
-    def _upload(self, archive: archives.Archive) -> str:
-        """The archive's URI, asked for every job: Ray forgets archives unused for some minutes."""
-        api = self._connect()
-        if not api.has_package(archive.name):
-            api.put_package(archive.name, archive.pack())
-        return archive.uri
+    @cached_property
+    def _misfits(self) -> str:
+        """What the cluster lacks, if an executor asks for a look at it."""
+        resolved = [executor.resolved() for executor in self.executors.values()]
+        resolved = [role for one in resolved for role in one.resource_group or [one]]
+        if not any(executor.preflight for executor in resolved):
+            return ""
+        # Imported when they are needed, for their libraries.
+        from nemo_run_ray.cluster_files.check import CheckState, look
+        from nemo_run_ray.cluster_files.load import load
 
-    def _job_archives(self) -> list[archives.Archive]:
+        asks = dict(request for plan in self.plans.values() for request in requests_of(plan))
+        lines: dict[str, CheckState] = {}
+        for name in dict.fromkeys(executor.resolved_from for executor in resolved):
+            for row in look(self._api.dashboard, load(name) if name else None, asks):
+                lines[f"{row.check}: {row.message} {row.next_step}".rstrip()] = row.state
+        for line, state in lines.items():
+            if state in (CheckState.WARNING, CheckState.UNKNOWN):
+                CONSOLE.log(as_markup(f"Preflight: {line}"))
+        return "\n".join(f"- {line}" for line in lines if lines[line] is CheckState.BROKEN)
+
+    def _shared(self) -> list[Archive]:
         """The archives of every job; this package is first, as the driver of a group expects it."""
-        folders = {name: Path(self.executors[name].job_dir) for name in self.plans}
-        return [archives.package_archive(), self._archives.jobs(list(self.plans.values()), folders)]
-
-
-def preflight_error(
-    dashboard: Dashboard, plans: Mapping[str, JobPlan], executors: Mapping[str, RayExecutor]
-) -> DoesNotFit | None:
-    """The error of a cluster that cannot run the jobs, if an executor asks for a look at it."""
-    resolved = [executor.resolved() for executor in executors.values()]
-    resolved = [role for executor in resolved for role in executor.resource_group or [executor]]
-    if not any(executor.preflight for executor in resolved):
-        return None
-    # Imported when they are needed, for their libraries.
-    from nemo_run_ray.cluster_files.check import CheckState, look
-    from nemo_run_ray.cluster_files.load import load
-
-    asks = dict(request for plan in plans.values() for request in requests_of(plan))
-    by_state: dict[CheckState, dict[str, str]] = {state: {} for state in CheckState}
-    for name in dict.fromkeys(executor.resolved_from for executor in resolved):
-        for row in look(dashboard, load(name) if name else None, asks):
-            line = f"{row.check}: {row.message} {row.next_step}".rstrip()
-            by_state[row.state][line] = row.check
-    for warning in by_state[CheckState.WARNING]:
-        CONSOLE.log(as_markup(f"Preflight: {warning}"))
-    unknown = ", ".join(by_state[CheckState.UNKNOWN].values())
-    if unknown:
-        CONSOLE.log(as_markup(f"Preflight: the cluster does not tell: {unknown}."))
-    if not by_state[CheckState.BROKEN]:
-        return None
-    lines = "\n".join(f"- {line}" for line in by_state[CheckState.BROKEN])
-    return DoesNotFit(
-        f"The cluster {dashboard.url} does not fit, so nothing was sent to it:\n{lines}"
-    )
+        names = tuple(sorted(self.plans))
+        if self._jobs is None or self._jobs[0] != names:
+            folders = {name: Path(self.executors[name].job_dir) for name in names}
+            plans = list(self.plans.values())
+            self._jobs = names, job_archive(plans, folders, self.exp_dir / "__main__.py")
+        return [package_archive(), self._jobs[1]]
 
 
 def requests_of(plan: JobPlan) -> Iterator[tuple[str, ResourceRequest]]:
@@ -374,18 +364,12 @@ def _handles_of_one(
             "dependencies of `experiment.add` for its own jobs. Nothing was sent."
         )
     records = [job for job in store_of(folder).ledger.jobs().values() if not job.is_dispatcher]
-    handed_over = {record.job for record in records}
-    missing = sorted(set(jobs_of(folder)) - handed_over)
-    if missing:
+    missing = sorted(set(jobs_of(folder)) - {record.job for record in records})
+    if missing or not records:
         raise ConfigError(
-            f"RayExecutor.dependencies names {name!r}, but these jobs of the experiment "
-            f"{folder.name} were not handed over to Ray: {', '.join(missing)}. Wait until they "
-            "are, or name the jobs that you mean by their handles. Nothing was sent."
-        )
-    if not records:
-        raise ConfigError(
-            f"RayExecutor.dependencies names {name!r}, but the experiment {folder.name} has handed "
-            "nothing over to Ray. Nothing was sent."
+            f"RayExecutor.dependencies names {name!r}, but the experiment {folder.name} has not "
+            f"handed over to Ray: {', '.join(missing) or 'anything'}. Wait until it has, or name "
+            "the jobs that you mean by their handles. Nothing was sent."
         )
     return sorted(f"{HANDLE}{record.submission_id}" for record in records)
 

@@ -102,31 +102,12 @@ def is_ordered_by_us(experiment: Experiment | None) -> bool:
     return not any(job.dependencies for job in experiment.jobs)
 
 
-class JobOrder:
-    """The order of an experiment's jobs, read once: it may have thousands, and is asked for each.
-
-    Attributes:
-        is_ours: whether the order is kept on the cluster, or need not be kept.
-        count: of all jobs.
-    """
-
-    def __init__(self, experiment: Experiment | None) -> None:
-        jobs = list(experiment.jobs) if experiment is not None else []
-        self.is_ours = is_ordered_by_us(experiment)
-        self.count = len(jobs)
-        self._places: dict[str, int] = {}
-        self._upstreams: dict[str, dict[str, None]] = {}
-        for place, job in enumerate(jobs):
-            self._places.setdefault(job.id, place)
-            self._upstreams.setdefault(job.id, {}).update(dict.fromkeys(job.dependencies))
-
-    def place(self, name: str) -> int:
-        """The place of the job of that name, from 0; 0 if the experiment does not have it."""
-        return self._places.get(name, 0)
-
-    def upstreams(self, name: str) -> tuple[str, ...]:
-        """Names of the jobs that a job depends on; none where NeMo-Run keeps the order."""
-        return tuple(self._upstreams.get(name, ())) if self.is_ours else ()
+def order_of(experiment: Experiment | None) -> dict[str, tuple[int, dict[str, None]]]:
+    """The place of each of an experiment's jobs, from 0, and the names of those before it."""
+    order: dict[str, tuple[int, dict[str, None]]] = {}
+    for place, job in enumerate(experiment.jobs if experiment is not None else ()):
+        order.setdefault(job.id, (place, {}))[1].update(dict.fromkeys(job.dependencies))
+    return order
 
 
 def _is_on_one_cluster(experiment: Experiment) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.run.torchx_backend.schedulers.api import SchedulerMixin
@@ -23,6 +25,7 @@ from torchx.schedulers.api import (
 from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, Role, RoleStatus
 
 from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.errors import (
     NO_SPACE,
     ConfigError,
@@ -31,23 +34,88 @@ from nemo_run_ray.errors import (
     SubmissionError,
     as_markup,
     shown,
+    without_traceback,
 )
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment.archives import described
-from nemo_run_ray.experiment.dispatch import dispatches_of, resume
+from nemo_run_ray.experiment.dispatch import Snapshot, dispatches_of, resume, tend, tend_until
 from nemo_run_ray.experiment.elements import not_ready
 from nemo_run_ray.experiment.find import find_job, jobs_of, remember
 from nemo_run_ray.experiment.job import RemoteJob, record
 from nemo_run_ray.experiment.logs import lines, only
-from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import INTENT, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
-from nemo_run_ray.experiment.tend import Tending, tend
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
-from nemo_run_ray.nemo.interrupt import interrupt
 from nemo_run_ray.plan.job import JobPlan, describe, in_folder, plan
 from nemo_run_ray.remote.status import JobState, JobStatus, Phase, Reason
+
+
+class Interrupt:
+    """Ctrl-C ends the wait, not the job.
+
+    NeMo-Run waits in threads that do not see a KeyboardInterrupt, and joins them: without this the
+    first Ctrl-C would wait for the job's end.
+    """
+
+    #: Told by the main thread: those that wait may end with the program before they tell anything.
+    _nothing: ClassVar[str] = "Interrupted. Nothing of {name} was handed over."
+    _help: ClassVar[str] = (
+        "Interrupted. Jobs that were handed over go on:\n"
+        "  look at them  nemo-run-ray status {name}\n"
+        "  follow them   nemo-run-ray logs --follow {name}\n"
+        "  cancel them   nemo-run-ray cancel {name}"
+    )
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+        self._experiment = ""
+        self._has_sent = False
+
+    def watch(self, experiment: str) -> None:
+        """Notice Ctrl-C from now on, unless the program handles it. Only the main thread can.
+
+        Args:
+            experiment: id of the one whose jobs are handed over.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._has_sent = self._has_sent and self._experiment == experiment
+        self._experiment = experiment
+        self._happened.clear()
+        interrupted.clear()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+
+    def unwatch(self) -> None:
+        self._happened.clear()
+        interrupted.clear()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def forbid(self) -> None:
+        """Raise after Ctrl-C, before jobs are handed over: the cluster took long to come up."""
+        if self._happened.is_set():
+            raise NemoRunRayError("Interrupted. What was not handed over before is not sent.")
+        self._has_sent = True
+
+    def end_wait(self, job: str, status: JobStatus) -> None:
+        """Raise in a thread that waits for a job, after Ctrl-C."""
+        main = threading.current_thread() is threading.main_thread()
+        if self._happened.is_set() and not main and not status.state.is_terminal:
+            raise NemoRunRayError(f"The wait for {job} was interrupted; the job goes on.")
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._happened.set()
+        interrupted.set()
+        text = self._help if self._has_sent else self._nothing
+        told = text.format(name=shlex.quote(self._experiment))
+        raise without_traceback(KeyboardInterrupt(told))
+
+
+#: The process's handler: there is one Ctrl-C.
+interrupt = Interrupt()
 
 
 @dataclass
@@ -81,8 +149,10 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._announced: set[str] = set()
         #: When the services of a group are looked at next.
         self._look_at: dict[str, float] = {}
-        self._tending: Tending | None = None
-        self._order: registry.JobOrder | None = None
+        #: Set when this process does not wait for the jobs any more.
+        self._tending: threading.Event | None = None
+        self._order: tuple[int, dict[str, tuple[int, dict[str, None]]]] = -1, {}
+        self._is_ordered = True
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ submission
@@ -98,24 +168,21 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if planned.runs_here:
             planned = in_folder(planned, str(Path.cwd()))
         batch = self._batch(cfg)
-        order = self._order_for(planned, batch)
-        planned = self._in_order(planned, batch, order)
+        planned, place = self._in_order(planned, batch)
         _check_id(planned, batch)
         batch.check(planned, is_dry=not is_running)
-        batch.add(planned, cfg, order.place(planned.job))
+        batch.add(planned, cfg, place)
         return AppDryRunInfo(Request(planned, batch), str)
 
-    def _order_for(self, planned: JobPlan, batch: Batch) -> registry.JobOrder:
-        """The order of the experiment's jobs; read anew with its first one, and with a new one."""
-        is_first = not batch.plans or planned.job == next(iter(batch.plans))
+    def _in_order(self, planned: JobPlan, batch: Batch) -> tuple[JobPlan, int]:
+        """The plan with the jobs of the experiment that it comes after, and its place in it."""
         count = 0 if self._experiment is None else len(self._experiment.jobs)
-        if self._order is None or is_first or self._order.count != count:
-            self._order = registry.JobOrder(self._experiment)
-        return self._order
-
-    def _in_order(self, planned: JobPlan, batch: Batch, order: registry.JobOrder) -> JobPlan:
-        """The plan with the jobs of the experiment that it comes after."""
-        batch.is_ordered = order.is_ours
+        # Read anew with the first job, and with a new one: there may be thousands.
+        is_first = not batch.plans or planned.job == next(iter(batch.plans))
+        if is_first or self._order[0] != count:
+            self._order = count, registry.order_of(self._experiment)
+            self._is_ordered = registry.is_ordered_by_us(self._experiment)
+        batch.is_ordered = self._is_ordered
         if not batch.is_ordered and planned.max_in_flight is not None:
             raise ConfigError(
                 f"RayExecutor.max_in_flight of {planned.job!r} is {planned.max_in_flight}, but the "
@@ -125,13 +192,14 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         before = batch.plans.get(planned.job)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
         named = handles_of(planned.outside, batch.exp_dir, registry.job_names)
-        given = [*(before.outside if before else ()), *named]
-        outside = [
+        outside = tuple(
             handle
-            for handle in dict.fromkeys(given)
+            for handle in dict.fromkeys([*(before.outside if before else ()), *named])
             if handle.rpartition("/")[2] not in batch.names
-        ]
-        return replace(planned, after=order.upstreams(planned.job), outside=tuple(outside))
+        )
+        place, after = self._order[1].get(planned.job, (0, {}))
+        after = after if batch.is_ordered else {}
+        return replace(planned, after=tuple(after), outside=outside), place
 
     def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
         request = dryrun_info.request
@@ -160,8 +228,10 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         """Look after the experiment's jobs for as long as this process stays for them."""
         with self._lock:
             if self._tending is None and not registry.is_detached(self._experiment):
-                self._tending = Tending(exp_dir)
-                self._tending.start()
+                self._tending = threading.Event()
+                threading.Thread(
+                    target=tend_until, args=(exp_dir, self._tending), name="tend", daemon=True
+                ).start()
 
     def _batch(self, executor: RayExecutor) -> Batch:
         cluster: Cluster = executor.resolve_cluster()
@@ -200,13 +270,13 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             return None
         snapshot = Snapshot()
         status = job.status_in(snapshot)
-        if store_of(job.record.exp_dir).waiters:  # else it is a look, which changes nothing
+        if self._tending is not None:  # else it is a look, which changes nothing
             record([(job, status)], snapshot)
         _report(job, status)
         self._report_services(job, status)
         interrupt.end_wait(app_id, status)
         state = torchx_state(status)
-        name = job.record.role
+        name = job.name
         replica = ReplicaStatus(id=0, state=state, role=name, hostname=status.node)
         return DescribeAppResponse(
             app_id=app_id,
@@ -248,7 +318,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             )
         job = self._job(app_id)
         found = _readable(lines(job.output(follow=should_tail)), job)
-        if role_name != job.record.role:  # of a group
+        if role_name != job.name:  # of a group
             found = only(f"{role_name}/{k}", found)
         return filter_regex(regex, found) if regex else found
 
@@ -274,7 +344,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def close(self) -> None:
         interrupt.unwatch()
         if self._tending is not None:
-            self._tending.stop()
+            self._tending.set()
             self._tending = None
 
     def _job(self, app_id: str) -> RemoteJob:

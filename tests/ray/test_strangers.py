@@ -7,7 +7,7 @@ from ray.job_submission import JobSubmissionClient
 from nemo_run_ray import RayExecutor, find
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.dashboard.http import Http
-from nemo_run_ray.experiment.tend import tend
+from nemo_run_ray.experiment.dispatch import tend
 from nemo_run_ray.remote.status import JobState
 from tests.conftest import tool, wait_for
 

@@ -55,7 +55,7 @@ def test_a_folder_without_what_is_ignored(weird_tmp_path, out):
 def test_executables_and_links_reach_the_archive(tmp_path, out):
     packager = FolderPackager(str(filled(tmp_path / "in")))
     archive = code_archive(packager, out, "code")
-    (entry,) = [one for one in archive.entries() if "manifest" in one.name]
+    (entry,) = [one for one in archive.entries if "manifest" in one.name]
     with entry.open() as file:
         manifest = json.load(file)
     assert manifest["executables"] == ["run.sh"]

@@ -21,11 +21,8 @@ from contextlib import suppress
 
 from ..files import own_folder
 
-#: File in the code archive that keeps what Ray's unpacking drops: executable bits, symlinks, and
-#: the names of the files in ``RENAMED``.
+#: File in the code archive that keeps what Ray's unpacking drops: executable bits and symlinks.
 MANIFEST = ".nemo_run_ray_manifest.json"
-#: Folder in the code archive: files whose own names Ray skips, or which are those of our files.
-RENAMED = ".nemo_run_ray_manifest.d"
 #: Folder in the job archive: a folder for each job, with its spec, ``configs`` and ``scripts``, and
 #: the user's ``__main__.py``.
 JOBS = "nemo_run_ray_jobs"
@@ -132,15 +129,6 @@ def _restore_manifest(code: str) -> None:
     refused = links_out(links)
     if refused:
         raise ValueError(f"links of the code archive lead out of it: {', '.join(refused)}")
-    renamed = manifest.get("renamed", {})
-    if renamed:
-        aside = os.path.join(os.path.dirname(code), RENAMED)  # a file may have its name
-        os.rename(os.path.join(code, RENAMED), aside)
-        for sent, name in renamed.items():
-            target = os.path.join(code, name)
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.rename(os.path.join(aside, sent), target)
-        os.rmdir(aside)
     for name in manifest["executables"]:
         target = os.path.join(code, name)
         os.chmod(target, os.stat(target).st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)

@@ -27,7 +27,7 @@ from nemo_run_ray.experiment.archives import (
     secrets_archive,
 )
 from nemo_run_ray.plan.job import JobPlan
-from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, RENAMED, SECRETS, RunDir
+from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, SECRETS, RunDir
 from nemo_run_ray.remote.spec import JobSpec, from_json
 
 
@@ -83,12 +83,13 @@ def _manifest(archive: Archive) -> dict:
 
 
 def test_what_travels(pack, hostile):
-    found = _unzip(pack(*_TREE, (f"deep/{hostile}", b"x", 0o644), ("empty", b"", 0o644)))
+    name = hostile.replace("\\", "")
+    found = _unzip(pack(*_TREE, (f"deep/{name}", b"x", 0o644), ("empty", b"", 0o644)))
     del found[MANIFEST]
     assert found == {
         "a.py": b"print(1)",
         "bin/tool": b"#!/bin/sh\n",
-        f"{RENAMED}/0": b"x",  # Ray skips its name, which has a backslash
+        f"deep/{name}": b"x",
         "empty": b"",
     }
 
@@ -97,7 +98,6 @@ def test_the_manifest_keeps_executables_and_symlinks(pack):
     assert _manifest(pack(*_TREE)) == {
         "executables": ["bin/tool"],
         "symlinks": {"bin/latest": "tool"},
-        "renamed": {},
     }
 
 
@@ -107,52 +107,29 @@ def test_the_same_tree_has_the_same_digest_and_bytes(pack):
     assert one.pack() == two.pack()
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", ".."])
-def test_what_escapes_is_refused(pack, name):
-    with pytest.raises(PackagingFailed, match="outside") as caught:
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "back\\slash", "1:x/y"])
+def test_what_escapes_or_is_not_unpacked_by_ray_is_refused(pack, name):
+    with pytest.raises(PackagingFailed, match="Nothing was sent") as caught:
         pack((name, b"x", 0o644))
-    assert repr(name) in str(caught.value)
+    assert name.replace("\\", "\\\\") in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "back\\slash",
-        "a:b",
-        "1:x/y",
-        "é:é",
-        "deep/\\/x",
-        "c:\\x",
-        MANIFEST,
-        f"{RENAMED}/0",
-        "deep/a:b",
-    ],
-)
-def test_every_name_arrives(pack, tmp_path, name):
-    """Ray unpacks the archive, and skips what its unpacking calls unsafe without an error."""
-    members = [(name, b"x", 0o755), ("other", b"", 0o644), ("link", name, _SYMLINK)]
+def test_every_file_arrives(pack, tmp_path):
+    members = [("deep/a:b", b"x", 0o755), ("other", b"", 0o644), ("deep/link", "a:b", _SYMLINK)]
     (tmp_path / "sent.zip").write_bytes(pack(*members).pack())
     unpacked, run_dir = str(tmp_path / "unpacked"), RunDir("exp.job", str(tmp_path / "base"))
     unzip_package(str(tmp_path / "sent.zip"), unpacked, False, False)
     run_dir.create(str(tmp_path / "jobs"), "job", unpacked)
     code = Path(run_dir.code)
     arrived = {path.relative_to(code).as_posix() for path in code.rglob("*") if not path.is_dir()}
-    assert arrived == {name, "other", "link"}
-    assert (code / "link").read_bytes() == b"x"
-    assert os.access(code / name, os.X_OK)
-
-
-def test_a_job_whose_files_ray_skips_is_refused(job_dir, tmp_path):
-    (job_dir / "scripts/back\\slash.sh").touch()
-    with pytest.raises(
-        PackagingFailed, match=r"does not unpack .*back.*slash\.sh.*Nothing was sent"
-    ):
-        job_archive([_plan("true")], {"job": job_dir}, tmp_path / "absent")
+    assert arrived == {"deep/a:b", "other", "deep/link"}
+    assert (code / "deep/link").read_bytes() == b"x"
+    assert os.access(code / "deep/a:b", os.X_OK)
 
 
 @pytest.mark.parametrize("members", [[], [("folder", "", tarfile.DIRTYPE)], [_TREE[2]]])
 def test_an_archive_without_a_file_is_refused(pack, members):
-    with pytest.raises(PackagingFailed, match="MemberPackager packed no file"):
+    with pytest.raises(PackagingFailed, match=r"MemberPackager failed.*packed no file"):
         pack(*members)
 
 
@@ -163,12 +140,10 @@ def test_an_archive_without_a_file_is_refused(pack, members):
         {"deep/out": "../../x"},
         {"in": ".", "out": "in/../x"},
         {"a": "b", "b": "c", "c": ".."},
-        {"a": ".", "a/out": "x"},
-        {"bin": "x"},  # which is a folder with a file
     ],
 )
 def test_a_link_that_leads_out_is_refused(pack, links):
-    with pytest.raises(PackagingFailed, match=r"lead out of it.*Nothing was sent"):
+    with pytest.raises(PackagingFailed, match=r"lead out of what it packed.*Nothing was sent"):
         pack(*_TREE[:2], *((name, target, _SYMLINK) for name, target in links.items()))
 
 
@@ -216,7 +191,7 @@ def test_a_packager_that_fails(tmp_path, how):
         assert "disk full" in str(caught.value)
         assert isinstance(caught.value.__cause__, OSError)
     if how == "program":
-        assert "non-zero exit status 3 (no space). Nothing" in str(caught.value)
+        assert "begins no space. Nothing" in str(caught.value)
     assert ".." not in str(caught.value)
 
 
@@ -232,7 +207,7 @@ def _code_of(packager: Packager, folder: Path) -> Archive:
 
 
 @pytest.fixture
-def tree(tmp_path, hostile, monkeypatch):
+def tree(tmp_path, monkeypatch):
     """A small project. The packagers read the standard input, which pytest forbids."""
     folder = tmp_path / "tree"
     (folder / "pkg").mkdir(parents=True)
@@ -240,12 +215,12 @@ def tree(tmp_path, hostile, monkeypatch):
     (folder / "tool").write_text("#!/bin/sh\n")
     (folder / "tool").chmod(0o755)
     (folder / "latest").symlink_to("tool")
-    (folder / hostile).write_text("data")
+    (folder / "data é").write_text("data")
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     return folder
 
 
-def test_pattern_packager(tree, tmp_path, hostile, monkeypatch):
+def test_pattern_packager(tree, tmp_path, monkeypatch):
     monkeypatch.chdir(tree)
     patterns = [f"{tree}/pkg", f"{tree}/tool"]
     packager = PatternPackager(include_pattern=patterns, relative_path=[str(tree)] * 2)
@@ -264,16 +239,12 @@ def repository(tree, monkeypatch):
     return tree
 
 
-def test_git_archive_packager(repository, tmp_path, hostile, monkeypatch):
+def test_git_archive_packager(repository, tmp_path, monkeypatch):
     (repository / "uncommitted").touch()
     monkeypatch.chdir(repository / "pkg")
     found = _code_of(GitArchivePackager(), tmp_path)
-    assert set(_unzip(found)) == {MANIFEST, "pkg/a b.py", "tool", f"{RENAMED}/0"}
-    assert _manifest(found) == {
-        "executables": ["tool"],
-        "symlinks": {"latest": "tool"},
-        "renamed": {"0": hostile},
-    }
+    assert set(_unzip(found)) == {MANIFEST, "pkg/a b.py", "tool", "data é"}
+    assert _manifest(found) == {"executables": ["tool"], "symlinks": {"latest": "tool"}}
 
 
 def test_git_archive_packager_without_a_repository(tmp_path, monkeypatch):
@@ -281,7 +252,7 @@ def test_git_archive_packager_without_a_repository(tmp_path, monkeypatch):
     for packager in (GitArchivePackager(), GitArchivePackager(basepath=str(tmp_path))):
         with pytest.raises(PackagingFailed, match="GitArchivePackager failed") as caught:
             _code_of(packager, tmp_path)
-        assert f"the folder {tmp_path} is in no git repository (fatal: " in str(caught.value)
+        assert f"{tmp_path} is in no git repository that can be read: fatal: " in str(caught.value)
         assert "CalledProcessError" not in str(caught.value)
 
 
@@ -334,13 +305,13 @@ def test_equal_jobs_have_equal_archives(job_dir, tmp_path):
 def test_secrets_are_private(monkeypatch, hostile):
     monkeypatch.setenv("TOKEN", hostile)
     monkeypatch.setenv("EMPTY", "")
-    archive = secrets_archive(["TOKEN", "EMPTY"], "nonce")
+    archive = secrets_archive(["TOKEN", "EMPTY"], "nonce", {})
     with zipfile.ZipFile(io.BytesIO(archive.pack())) as file:
         (entry,) = file.infolist()
         assert entry.filename == SECRETS
         assert stat.S_IMODE(entry.external_attr >> 16) == 0o600
         assert json.loads(file.read(entry)) == {"TOKEN": hostile, "EMPTY": ""}
-    archive = secrets_archive([], "nonce", key="key")
+    archive = secrets_archive([], "nonce", {}, key="key")
     with zipfile.ZipFile(io.BytesIO(archive.pack())) as file:
         assert {stat.S_IMODE(entry.external_attr >> 16) for entry in file.infolist()} == {0o600}
         assert file.read(KEY) == b"key"

@@ -9,7 +9,7 @@ import nemo_run as run
 
 from nemo_run_ray import ExistingCluster, LocalCluster, SlurmCluster
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.experiment import snapshot as snapshots
+from nemo_run_ray.experiment import dispatch as snapshots
 from nemo_run_ray.experiment.cancel import _is_on, note_ends
 from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.store import TERMINAL, store_of
@@ -64,7 +64,7 @@ def _stop_by_force(handed: Handed) -> dict[str, str]:
     assert list(note_ends(api, cluster, is_forced=True)) == []
     found = store_of(handed.exp_dir).ledger.jobs().values()
     jobs = [record for record in found if not record.is_dispatcher]
-    return {record.job: record.terminal.get("state", "") for record in jobs}
+    return {record.job: record.terminal.state.value if record.terminal else "" for record in jobs}
 
 
 def _at_second_look(ray: FakeRay, event: Callable[[], object]) -> None:
@@ -94,7 +94,7 @@ def test_an_experiment_that_cannot_be_read_keeps_no_other_from_being_noted(ray, 
     (job,) = whole.jobs.values()
     (problem,) = note_ends(job.api(), job.cluster, is_forced=True)
     assert broken.id in problem
-    assert whole.jobs["job"].record.terminal["state"] == "CANCELLED"
+    assert whole.jobs["job"].record.terminal.state is JobState.CANCELLED
 
 
 def test_many_jobs_are_one_question(ray, unique):

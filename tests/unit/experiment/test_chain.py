@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.remote.status import CLAIM_KEY, JobExit, JobState, JobStatus, Reason
 from tests.fake_ray import FAILS, GOES_ON, FakeRay
 from tests.unit.experiment.conftest import Handed

@@ -205,7 +205,7 @@ def test_many_elements_are_selected_quickly(job, driver):
 def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
     monkeypatch.setattr("nemo_run_ray.remote.array.cancel_request.TAKEN_S", 0.5)
     monkeypatch.setattr(array_elements, "_BEGUN_S", 0.0)
-    with pytest.raises(ClusterError, match="elements of the array 'array' is not answered"):
+    with pytest.raises(ClusterError, match="elements of the array 'array' did not end"):
         job.cancel_elements("waiting")
     ranges = ",".join(str(index) for index in range(0, 20_000, 2))
     driver.tells([[0, 19_999, "waiting", 0, 0]])

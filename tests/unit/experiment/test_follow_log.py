@@ -1,5 +1,5 @@
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -45,6 +45,9 @@ class Flaky:
         self._over = self._over or fault is None or fault % 7 == 0
         return self._over
 
+    def __call__(self, at_once: bool) -> Iterator[str]:
+        return self.whole() if at_once else self.tail()
+
     def tail(self) -> Iterator[str]:
         fault = next(self._faults, None)
         text = self._now(fault)
@@ -86,11 +89,15 @@ class Pauses:
         assert len(self.slept_s) < 1000, "it never ends"
 
 
+def followed(source: Flaky, sleep: Callable[[float], None]) -> Iterator[str]:
+    return follow(source, source.is_over, (_MARK,), sleep)
+
+
 def check_every_character_once(text: str, faults: list[int], sizes: list[int]) -> None:
     """All of it, or the beginning and an error when the log of an ended job cannot be read."""
     found = ""
     try:
-        for piece in follow(Flaky(text, faults, sizes), (_MARK,), Pauses()):
+        for piece in followed(Flaky(text, faults, sizes), Pauses()):
             found += piece
     except (Unanswered, StreamCut):
         assert text.startswith(found)
@@ -109,13 +116,6 @@ def test_a_line_of_the_user_that_looks_like_our_last_one(before, after, end, fau
     check_every_character_once(f"{before}\n{_OTHERS_END}{after}\n{end}", faults, sizes)
 
 
-class Running(Flaky):
-    """The job is not over before its log has been read."""
-
-    def is_over(self) -> bool:
-        return self._there == len(self._text)
-
-
 def test_an_ended_jobs_log_that_breaks_off_comes_by_the_stream():
     """Ray holds the whole of a log in memory to answer; one of gigabytes may not come that way."""
     text = f"a\nb\n{_END}"
@@ -126,7 +126,7 @@ def test_an_ended_jobs_log_that_breaks_off_comes_by_the_stream():
         raise StreamCut("cut")
 
     source.whole = cut
-    assert "".join(follow(source, (_MARK,), pauses)) == text
+    assert "".join(followed(source, pauses)) == text
     assert sum(pauses.slept_s) < 5
 
 
@@ -137,7 +137,7 @@ def test_what_is_written_right_after_the_end_is_not_lost():
     def sleep(seconds: float) -> None:
         source._text = "a\nour first process was killed\n"
 
-    found = "".join(follow(source, (_MARK,), sleep))
+    found = "".join(followed(source, sleep))
     assert found == "a\nour first process was killed\n"
 
 
@@ -154,7 +154,7 @@ class Short(Flaky):
 def test_a_stream_that_never_gets_further_is_read_the_other_way():
     source = Short("a\nlong line\n", [1] * 20, [5])
     pauses = Pauses()
-    found = follow(source, (_MARK,), pauses)
+    found = followed(source, pauses)
     seen = ""
     while len(seen) < 12:
         seen += next(found)
@@ -166,7 +166,7 @@ def test_a_stream_that_never_gets_further_is_read_the_other_way():
 def test_the_log_of_an_ended_job_that_cannot_be_read_is_an_error_soon():
     pauses = Pauses()
     with pytest.raises(StreamCut):
-        list(follow(Flaky("abc", [7] * 100, [1]), (_MARK,), pauses))
+        list(followed(Flaky("abc", [7] * 100, [1]), pauses))
     assert sum(pauses.slept_s) < 15
 
 
@@ -176,7 +176,7 @@ def test_wrong_credentials_are_not_waited_for():
             raise Unauthorised("401")
 
     with pytest.raises(Unauthorised):
-        list(follow(Locked("abc", [], [1]), (_MARK,), Pauses()))
+        list(followed(Locked("abc", [], [1]), Pauses()))
 
 
 @given(st.lists(st.text("ab\n\r\x0c\u2028é", max_size=10)))
@@ -255,17 +255,6 @@ def test_output_that_comes_before_rays_line_is_shown(cuts, early):
     whole = f"{printed}{_END}"
     log = f"{_SETTING_UP}{whole[:early]}{head}{whole[early:]}"
     assert "".join(output_of(_in_pieces(log, cuts), (_MARK,))) == printed
-
-
-def test_output_comes_as_soon_as_it_is_no_frame():
-    """A progress bar has no line's end for long."""
-    passed = []
-    for text in [_HEAD, "10%\r", "20%\r", "nemo", "run"]:
-        passed.append("".join(output_of([*_HEAD.splitlines(True), text], (_MARK,))))
-    assert passed[1:] == ["10%\r", "20%\r", "nemo", "run"]
-    source = iter([_HEAD, "10%\r", "20%\r", pytest.fail])
-    found = output_of((one if isinstance(one, str) else one("read on") for one in source), ())
-    assert [next(found), next(found)] == ["10%\r", "20%\r"]
 
 
 def test_a_ray_with_other_words_hides_no_log():

@@ -1,9 +1,7 @@
 """What is written down of jobs: attempts, ends and logs."""
 
 import dataclasses
-import threading
 import time
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +16,10 @@ from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import job as history
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.store import (
     AttemptRecord,
     Kept,
-    attempts_of_rows,
     has_news,
     known,
     merged,
@@ -83,9 +80,6 @@ def test_the_logs_of_all_attempts(ray, unique):
     (text,) = kept(handed).values()
     assert text.startswith("first\nnemo_run_ray| attempt ")
     assert text.endswith("2\nsecond\n")
-    ray.logs[name] = "first, as the cluster has it\n"
-    assert "".join(handed.jobs["job"].log()).startswith("first, as the cluster has it\n")
-    assert list(kept(handed).values()) == [text]
 
 
 def test_it_is_read_when_the_cluster_is_gone(unique):
@@ -100,15 +94,12 @@ def test_it_is_read_when_the_cluster_is_gone(unique):
 
 
 def test_it_is_read_when_the_cluster_has_forgotten_the_job(ray, unique):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job", log="before\n")
+    handed = Handed(ray, unique, "job", keep_logs_max_bytes=10)
+    end(handed, "job", log="long before\nend\n")
     handed.record()
-    ray.logs[f"{handed.id}.job"] = "as the cluster has it\n"
-    assert invoke("logs", unique) == "as the cluster has it\n", "the cluster has all of it"
-    del ray.rows[f"{handed.id}.job"]
-    assert invoke("logs", unique) == "before\n"
-    ray.add(f"{handed.id}.job", {"nemo_run_ray": "theirs"}, status="SUCCEEDED")
-    assert invoke("logs", unique) == "before\n", "that is another one's"
+    assert invoke("logs", unique) == "long before\nend\n", "the cluster has all of it"
+    del ray.rows[f"{handed.id}.job"], ray.logs[f"{handed.id}.job"]
+    assert invoke("logs", unique).endswith("\nend\n")
 
 
 @pytest.mark.parametrize(
@@ -180,16 +171,6 @@ def test_a_second_file_is_written_where_its_folder_belongs_on_this_machine(tmp_p
     assert "The log is not written to" in caplog.text
 
 
-def test_a_long_log_needs_little_memory(tmp_path):
-    piece = "x" * 63 + "\n"
-    tracemalloc.start()
-    Kept(tmp_path, "job").keep_log((piece * 1024 for _ in range(640)), 8 * 1024**2)  # of 40 MiB
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 3 * 1024**2
-    assert (tmp_path / "ray_logs" / "job.log").stat().st_size < 8 * 1024**2 + 200
-
-
 def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):
     (job,) = Handed(ray, unique, "job").jobs.values()
 
@@ -200,7 +181,7 @@ def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):
 
     found = []
     with pytest.raises(JobError, match="No more of its log is left"):
-        found.extend(job._begun_or_kept(dies))
+        found.extend(job._begun_or_kept(dies()))
     assert "".join(found) == "one\ntwo\nthree\n"
 
 
@@ -214,7 +195,7 @@ def test_of_a_log_whose_end_alone_is_kept_nothing_is_told_twice(ray, unique):
 
     found = []
     with pytest.raises(JobError, match="no log any more"):
-        found.extend(job._begun_or_kept(dies))
+        found.extend(job._begun_or_kept(dies()))
     assert found == ["one\n"]
 
 
@@ -239,7 +220,7 @@ def test_a_reader_of_several_attempts_gets_the_rest_of_the_last_one(ray, unique,
 
         found = []
         with pytest.raises(JobError, match="No more of its log is left"):
-            found.extend(job._begun_or_kept(dies))
+            found.extend(job._begun_or_kept(dies()))
         assert "".join(found) == whole
 
 
@@ -251,26 +232,32 @@ def _row(status: str, nonce: str = "n", posted: int = 1000, ended: int = 0, **me
     return {**row, "end_time": ended or None, "driver_node_id": "node"}
 
 
-def test_the_attempts_of_a_job_in_the_table():
-    rows = {
-        "e.a": {**_row("FAILED", ended=5000), "driver_exit_code": 3},
-        "e.a@2": _row("RUNNING", posted=7000),
-        "e.a@3": _row("SUCCEEDED", **{CLAIM_KEY: "cancelled"}),
-        "e.a@4": _row("RUNNING", nonce="a stranger's"),
-        "e.b": _row("RUNNING"),
-    }
-    found = attempts_of_rows(rows, "e.a", ["n"], now=9.0)
-    assert list(found) == ["e.a", "e.a@2"]
-    assert (found["e.a"].posted_at, found["e.a"].ended_at) == (1.0, 5.0)
-    assert (found["e.a"].state, found["e.a"].exit_code) == ("FAILED", 3)
-    assert (found["e.a@2"].state, found["e.a@2"].ended_at) == ("RUNNING", None)
+def test_the_attempts_of_a_job_in_the_table(ray, unique):
+    """Claims, and attempts of others, are none of them."""
+    handed = Handed(ray, unique, "a", retries=3)
+    (job,) = handed.jobs.values()
+    nonce = job.record.nonces[0]
+    ray.rows.update(
+        {
+            job.id: {**_row("FAILED", nonce, ended=5000), "driver_exit_code": 3},
+            f"{job.id}@2": _row("RUNNING", nonce, posted=7000),
+            f"{job.id}@3": _row("SUCCEEDED", nonce, **{CLAIM_KEY: "cancelled"}),
+            f"{job.id}@4": _row("RUNNING", "a stranger's"),
+        }
+    )
+    for name, row in ray.rows.items():
+        row["submission_id"] = name
+    first, second = job.attempts_in(Snapshot(is_fresh=True)).values()
+    assert (first.posted_at, first.ended_at) == (1.0, 5.0)
+    assert (first.state, first.exit_code) == ("FAILED", 3)
+    assert (second.submission_id, second.state) == (f"{job.id}@2", "RUNNING")
 
 
 def test_no_attempt_goes_on_of_a_job_that_is_over():
     """Ray has the row of one that was given up as pending, until it would start it."""
     given_up = JobStatus(JobState.FAILED, Reason.NOT_PLACED, "not placed in time")
-    record = SimpleNamespace(attempts={}, terminal=given_up.to_json())
-    pending = attempts_of_rows({"e.a": _row("PENDING")}, "e.a", ["n"], now=20.0)
+    record = SimpleNamespace(attempts={}, terminal=given_up)
+    pending = {"e.a": AttemptRecord("e.a", "PENDING", posted_at=1.0)}
     (seen,) = known(record, pending, 20.0).values()
     assert (seen.state, seen.detail) == ("FAILED", "not placed in time")
     assert seen.ended_at == 20.0
@@ -316,10 +303,6 @@ def test_a_begin_that_was_seen_after_the_end_is_not_believed():
         assert merged({"e.a": kept}, {"e.a": found})["e.a"].running_at == running_at
 
 
-def _attempt(state: str = "RUNNING", running_at: float | None = None) -> AttemptRecord:
-    return AttemptRecord("e.a", state, posted_at=1.0, running_at=running_at)
-
-
 def test_a_start_that_nobody_saw_is_read_from_the_end_record(ray, unique):
     handed = Handed(ray, unique, "job", keep_logs_max_bytes=0)
     end(handed, "job")
@@ -329,23 +312,3 @@ def test_a_start_that_nobody_saw_is_read_from_the_end_record(ray, unique):
     ray.rows[name].update(driver_node_id=NODE, start_time=1000)
     handed.record()
     assert handed.jobs["job"].record.attempts[name].running_at == 5.25
-
-
-def test_a_wait_ends_in_time_while_a_log_is_copied(ray, unique, monkeypatch):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
-    is_read, may_end = threading.Event(), threading.Event()
-
-    def slow_log(job, status, silence_s):
-        is_read.set()
-        may_end.wait(30)
-        yield "words"
-
-    monkeypatch.setattr(RemoteJob, "whole_log", slow_log)
-    began = time.monotonic()
-    assert handed.jobs["job"].wait(timeout_s=0.5).state is JobState.SUCCEEDED
-    assert time.monotonic() - began < 15
-    assert is_read.is_set()
-    may_end.set()
-    handed.record()
-    assert kept(handed) == {"job.log": "words"}

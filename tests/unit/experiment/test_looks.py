@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from nemo_run_ray import RayExecutor, find
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.experiment.tend import tend
+from nemo_run_ray.experiment.dispatch import tend
 from nemo_run_ray.remote.spec import status_file_name
 from tests import warm
 from tests.fake_ray import NODE, FakeRay

@@ -81,7 +81,7 @@ def test_an_experiment_that_is_not_handed_over_yet(ray, unique, prep):
     ledger.write_text("".join(f"{line}\n" for line in lines))
     executor = RayExecutor(address=ray.url, dependencies=[prep.id])
     message = refused(ConfigError, executor, f"{unique}x")
-    assert "were not handed over to Ray: b" in message
+    assert "has not handed over to Ray: b" in message
     ledger.unlink()
     assert "a, b" in refused(ConfigError, executor, f"{unique}y")
 

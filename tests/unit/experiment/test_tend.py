@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from nemo_run_ray.experiment.dispatch import resume
+from nemo_run_ray.experiment.dispatch import resume, tend
 from nemo_run_ray.experiment.store import store_of
-from nemo_run_ray.experiment.tend import tend
 from tests.fake_ray import Trouble
 from tests.unit.experiment.conftest import Handed
 

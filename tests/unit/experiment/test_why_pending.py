@@ -1,12 +1,11 @@
 """Why a task waits: who holds the room, and that nothing else depends on the answer."""
 
-import time
 from dataclasses import replace
 
 import pytest
 
-from nemo_run_ray.experiment.explain import why_waiting
-from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.dispatch import Snapshot
+from nemo_run_ray.experiment.job import why_waiting
 from nemo_run_ray.remote.fit import ResourceRequest
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble
@@ -14,11 +13,6 @@ from tests.rooms import FakeNode, actor, room, supervisor, tables
 from tests.unit.experiment.conftest import Handed
 
 NODE = FakeNode("a", {"CPU": 8.0}, labels={"kind": "x"})
-
-
-def message_of(ask: ResourceRequest, *nodes: FakeNode, rows: dict | None = None, **holders):
-    programs = {row["job_id"]: name for name, row in (rows or {}).items()}
-    return why_waiting(ask, room(*nodes, **holders), lambda: programs, time.time())
 
 
 def test_those_who_hold_most_come_first():
@@ -31,29 +25,13 @@ def test_those_who_hold_most_come_first():
     )
     node = replace(NODE, used={"CPU": 1.0})
     rows = {"exp.program": {"job_id": "03000000"}}
-    reason, message = message_of(ResourceRequest({"CPU": 2.0}), node, actors=actors, rows=rows)
+    ask = ResourceRequest({"CPU": 2.0})
+    reason, message = why_waiting(ask, room(node, actors=actors), rows)
     assert reason is Reason.ROOM
-    assert message.startswith(
+    assert message == (
         "It asks for CPU 2; the node a has CPU 1 of 8 free; there it is held by exp.large (CPU 4), "
-        "exp.program (CPU 1), exp.small (CPU 1) and 1 more; it waits since "
+        "exp.program (CPU 1), exp.small (CPU 1) and 1 more."
     )
-
-
-def test_who_holds_a_node_is_found_once_for_all_that_ask_for_the_same():
-    found = room(NODE, actors=[supervisor(f"exp.{number}", NODE, CPU=0.5) for number in range(14)])
-    looks = []
-
-    def programs() -> dict[str, str]:
-        looks.append(1)
-        return {}
-
-    asks = [ResourceRequest({"CPU": 2.0}) for _ in range(50)] + [
-        ResourceRequest({"CPU": 2.0}, {"kind": "x"})
-    ] * 50
-    told = [why_waiting(ask, found, programs, number + 1.0) for number, ask in enumerate(asks)]
-    assert len(looks) == 2
-    assert len({words.partition("; it waits since")[0] for _, words in told}) == 2
-    assert all("and 11 more" in words for _, words in told)
 
 
 # ---------------------------------------------------------------------- jobs

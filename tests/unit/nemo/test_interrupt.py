@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from nemo_run_ray.errors import NemoRunRayError
-from nemo_run_ray.nemo.interrupt import Interrupt
+from nemo_run_ray.nemo.scheduler import Interrupt
 
 
 def test_ctrl_c_names_the_experiment():
