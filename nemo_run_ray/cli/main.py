@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.check import CheckRow
     from nemo_run_ray.cluster_files.load import Document, KeyPath
     from nemo_run_ray.clusters import LocalCluster, SlurmCluster
-    from nemo_run_ray.experiment.elements import Element
-    from nemo_run_ray.experiment.job import RemoteJob
+    from nemo_run_ray.experiment.job import Element, RemoteJob
     from nemo_run_ray.remote.fit import Node
 
 Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]

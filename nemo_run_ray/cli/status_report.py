@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,9 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray.cli import timeline
-from nemo_run_ray.experiment.elements import FIRST_FAILURES, failure_lines, not_ready
-from nemo_run_ray.experiment.job import RemoteJob, with_begin_times
-from nemo_run_ray.experiment.snapshot import Snapshot
+from nemo_run_ray.experiment.dispatch import Snapshot
+from nemo_run_ray.experiment.job import (
+    FIRST_FAILURES,
+    RemoteJob,
+    failure_lines,
+    not_ready,
+    with_begin_times,
+)
 from nemo_run_ray.experiment.store import Attempts, store_of
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.spec import ArrayRows, GroupRows
@@ -168,7 +174,8 @@ def observe(jobs: Sequence[RemoteJob]) -> StatusReport:
 def timeline_page(jobs: Sequence[RemoteJob], now: float) -> str:
     """The page of ``nemo-run-ray timeline``."""
     folder = jobs[0].record.exp_dir
-    rows = [one.timeline_row() for one in observe(jobs).jobs]
+    with ThreadPoolExecutor(8) as pool:  # each may ask for end records
+        rows = list(pool.map(ObservedJob.timeline_row, observe(jobs).jobs))
     return timeline.page(folder.name, rows, store_of(folder).ledger.began_at() or now, now)
 
 

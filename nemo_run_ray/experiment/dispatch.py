@@ -46,7 +46,6 @@ from nemo_run_ray.experiment.store import (
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
-from nemo_run_ray.remote.node.rundir import DISPATCH
 from nemo_run_ray.remote.spec import (
     NONCE_KEY,
     SUBMISSION_ID,
@@ -402,6 +401,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     # Few clients start a dispatcher.
     from nemo_run_ray.experiment.archives import Archive, Entry, secrets_archive
     from nemo_run_ray.plan.job import dispatcher_entrypoint
+    from nemo_run_ray.remote.node.rundir import DISPATCH
 
     found = dispatch.look(api, Snapshot(is_fresh=True))
     spec, folder, nonce = dispatch.spec, dispatch.folder, dispatch.spec.nonce

@@ -39,9 +39,8 @@ from nemo_run_ray.errors import (
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment.archives import described
 from nemo_run_ray.experiment.dispatch import Snapshot, dispatches_of, resume, tend, tend_until
-from nemo_run_ray.experiment.elements import not_ready
 from nemo_run_ray.experiment.find import find_job, jobs_of, remember
-from nemo_run_ray.experiment.job import RemoteJob, record
+from nemo_run_ray.experiment.job import RemoteJob, not_ready, record
 from nemo_run_ray.experiment.logs import lines, only
 from nemo_run_ray.experiment.store import INTENT, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of

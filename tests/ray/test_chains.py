@@ -7,26 +7,20 @@ import os
 import re
 import secrets
 import signal
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nemo_run as run
 import pytest
-from typer.testing import CliRunner
 
-from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.errors import ConfigError, NemoRunRayError, SubmissionError
-from nemo_run_ray.experiment.dispatch import start_dispatcher
+from nemo_run_ray.errors import NemoRunRayError, SubmissionError
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.status import JobExit, JobState, Reason
 from tests.chains import Started, Yard, step
 from tests.conftest import files_with, python, tool, wait_for
-from tests.flaky_proxy import FlakyProxy
-from tests.groups import client, server
 
 CLIENT = """
 import json, os, sys
@@ -111,57 +105,6 @@ def test_a_diamond_outlives_its_client(yard, existing, unique, tmp_path, home, a
     assert {name: str(one["status"]) for name, one in found.items()} == dict.fromkeys(
         after, "SUCCEEDED"
     )
-
-
-@pytest.mark.soak
-def test_an_experiment_with_jobs_elsewhere_is_ordered_by_nemo_run(yard, existing, unique):
-    on_ray = RayExecutor(cluster=existing, retries=1)
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        for name, program, executor in (
-            ("first", '[ "$NEMO_RUN_ATTEMPT" = 2 ]', on_ray),
-            ("here", "true", run.LocalExecutor()),
-            ("last", "true", RayExecutor(cluster=existing)),
-        ):
-            before = [job.id for job in experiment.jobs[-1:]]
-            script = yard.script(step(name, program))
-            experiment.add(script, executor=executor, name=name, dependencies=before)
-        experiment.run()
-
-    assert yard.begun() == ["first", "first@2", "here", "last"]
-    assert yard.most_at_once() == 1
-    states = experiment.status(return_dict=True).values()
-    assert [str(one["status"]) for one in states] == 3 * ["SUCCEEDED"]
-
-
-@pytest.mark.soak
-def test_a_group_in_the_middle(yard, existing, unique, api):
-    def executor(**fields) -> RayExecutor:
-        return RayExecutor(cluster=existing, python=sys.executable, **fields)
-
-    roles = [server(), client(yard.program("group", "echo here"))]
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        script = yard.script(step("first", yard.gate()))
-        experiment.add(script, executor=executor(), name="first")
-        experiment.add(
-            [run.Script(inline=role.program) for role in roles],
-            executor=[executor(**role.fields) for role in roles],
-            name="group",
-            dependencies=["first"],
-        )
-        script = yard.script(step("last"))
-        experiment.add(script, executor=executor(), name="last", dependencies=["group"])
-        experiment.run(detach=True)
-    started = Started(experiment._id, Path(experiment._exp_dir))
-    found = run.Experiment.from_id(started.id).status(return_dict=True)
-    assert [str(found[name]["status"]) for name in ("group", "last")] == 2 * ["SUBMITTED"]
-
-    yard.open()
-    assert started.dispatch_ends(api) == JobExit.SUCCEEDED
-    assert yard.begun() == ["first", "group", "last"]
-    assert yard.most_at_once() == 1
-    log = log_of(started, "group")
-    assert "client/0| here" in log
-    assert "server/0| server got SIGTERM" in log
 
 
 # ---------------------------------------------------------------------- attempts and limits
@@ -294,18 +237,6 @@ def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
     assert yard.is_before("both", "after")
 
 
-@pytest.mark.soak
-def test_a_cluster_by_another_address_is_the_same_cluster(yard, dashboard, unique, api):
-    producer = yard.start(unique, step("first"))
-    handle = plugin.handle(producer.job("first"))
-    with FlakyProxy(dashboard.url) as proxy:
-        other = Yard(yard.folder, ExistingCluster(proxy.url))
-        started = other.start(f"{unique}b", step("second", dependencies=[handle]))
-        assert started.dispatch_ends(api) == JobExit.SUCCEEDED
-
-    assert yard.begun() == ["first", "second"]
-
-
 # ---------------------------------------------------------------------- dispatchers that die
 
 
@@ -350,47 +281,6 @@ def test_a_dispatcher_that_is_killed_goes_on_by_itself(yard, unique, api):
     assert log.count("the dispatcher was killed (exit code 137) and is started again") == 3
 
 
-@pytest.fixture
-def stopped(yard, unique, api):
-    """An experiment whose dispatcher was stopped with work left."""
-    started = yard.start(
-        unique, step("first", yard.gate()), step("second", "exit 1", "first", retries=1)
-    )
-    wait_for(lambda: yard.begun() == ["first"])
-    api.stop(started.dispatch.id)
-    wait_for(lambda: api.table(fresh=True)[started.dispatch.id]["status"] == "STOPPED")
-    yard.open()
-    yield started
-    assert started.dispatch_ends(api, number=2) == JobExit.SOME_FAILED
-    assert yard.begun() == ["first", "second", "second@2"]
-    assert started.states() == {"first": "SUCCEEDED", "second": "FAILED"}
-
-
-@pytest.mark.soak
-def test_resume_starts_a_dispatcher_that_was_stopped(stopped):
-    done = tool("nemo-run-ray", "resume", stopped.id)
-
-    assert done.returncode == 0, done.stderr
-    assert f"{stopped.dispatch.id}: started again as {stopped.dispatch.id}@2\n" in done.stdout
-    assert "second: waits on the cluster, left to its dispatcher" in done.stdout
-
-
-@pytest.mark.soak
-def test_a_look_says_that_the_dispatcher_was_stopped_and_who_waits_starts_it(stopped, api, caplog):
-    done = CliRunner().invoke(cli.build(), ["status", stopped.id, "--json"])
-
-    assert done.exit_code == 0, done.stderr
-    first, second = json.loads(done.stdout)
-    assert (first["job"], second["job"]) == ("first", "second")
-    assert second["reason"] == "its dispatcher is not at work"
-    assert "nemo-run-ray resume" in second["message"]
-    assert f"{stopped.dispatch.id}@2" not in api.table(fresh=True)
-
-    with pytest.raises(TimeoutError, match="it goes on"):
-        find_job(stopped.job("second")).wait(timeout_s=0.5)
-    assert f"is started again as {stopped.dispatch.id}@2" in caplog.text
-
-
 def test_a_client_that_waits_starts_a_dispatcher_again_that_was_stopped(yard, unique, api):
     steps = step("first", yard.gate()), step("second", after="first")
     waits = threading.Thread(
@@ -411,55 +301,7 @@ def test_a_client_that_waits_starts_a_dispatcher_again_that_was_stopped(yard, un
     assert yard.begun() == ["first", "second"]
 
 
-@pytest.mark.soak
-def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api):
-    started = yard.start(
-        unique,
-        step("first", '[ "$NEMO_RUN_ATTEMPT" = 2 ]', retries=1),
-        *(step(f"job{number}", after="first") for number in range(3)),
-        step("bad", "exit 1", after="job0 job1 job2", retries=1),
-    )
-    assert start_dispatcher(started.dispatch, api, existing.record()) == f"{started.dispatch.id}@2"
-
-    for number in (1, 2):
-        assert started.dispatch_ends(api, number) == JobExit.SOME_FAILED
-    begun = yard.begun()
-    assert begun[:2] == ["first", "first@2"]
-    assert sorted(begun[2:5]) == ["job0", "job1", "job2"]
-    assert begun[5:] == ["bad", "bad@2"]
-
-
 # ---------------------------------------------------------------------- pages and bad input
-
-
-def test_the_timeline_of_an_unknown_experiment(tmp_path):
-    page = tmp_path / "f.html"
-    done = CliRunner().invoke(cli.build(), ["timeline", "no-such-thing", "-o", str(page)])
-
-    assert done.exit_code == 1
-    assert done.stderr.startswith("nemo-run-ray: There is no experiment 'no-such-thing'")
-    assert done.stderr.count("\n") == 1
-    assert not page.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "allowed"),
-    [
-        ("retries", -1, "a whole number from 0"),
-        ("max_in_flight", 0, "a whole number from 1, or None"),
-        ("pending_timeout_s", -1, "a number of seconds from 0"),
-        ("permanent_exit_codes", [0], "a list of numbers from 1 to 255"),
-        ("dependencies", "ray_jobs://nemo_run/x", "a list"),
-    ],
-)
-def test_a_field_that_is_wrong(yard, unique, nothing_started, name, value, allowed):
-    with pytest.raises(ConfigError, match=f"RayExecutor.{name} is .*; allowed is {allowed}"):
-        yard.start(unique, step("first"), step("next", after="first", **{name: value}))
-
-
-def test_a_job_of_this_experiment_is_no_other_experiment(yard, unique, nothing_started):
-    with pytest.raises(ConfigError, match="has no experiment of that title or id"):
-        yard.start(unique, step("first"), step("next", after="first", dependencies=["first"]))
 
 
 def refused(kind: type[NemoRunRayError], yard: Yard, name: str, **fields) -> str:
@@ -476,14 +318,3 @@ def test_a_handle_that_nobody_knows(yard, existing, unique, nothing_started):
     message = refused(SubmissionError, yard, unique, dependencies=[handle])
     assert "nobody_1.job" in message
     assert existing.url in message
-
-
-def test_dependencies_that_nemo_run_refuses(yard, existing, unique, nothing_started):
-    with run.Experiment(unique, executor=RayExecutor(cluster=existing)) as experiment:
-        experiment.add(yard.script(step("a")), name="a")
-        with pytest.raises(AssertionError, match="Dependency nobody not found"):
-            experiment.add(yard.script(step("b")), name="b", dependencies=["nobody"])
-        experiment.add(yard.script(step("b")), name="b", dependencies=["a"])
-        experiment.jobs[0].dependencies.append("b")
-        with pytest.raises(AssertionError, match="cyclic dependencies"):
-            experiment.run(detach=True)

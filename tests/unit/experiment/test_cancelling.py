@@ -6,12 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.experiment import dispatch
 from nemo_run_ray.experiment.cancel import cancel_all
-from nemo_run_ray.experiment.dispatch import cancel_dispatch
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
 from tests.unit.experiment.conftest import Handed
 
@@ -32,11 +30,6 @@ def one(ray, unique) -> Handed:
     ray.fates[f"{handed.id}.job"] = GOES_ON
     ray.rows[f"{handed.id}.job"].update(status="RUNNING", driver_node_id=NODE)
     return handed
-
-
-def test_a_job_that_runs_is_stopped(ray, one):
-    assert one.jobs["job"].cancel().state is JobState.CANCELLED
-    assert ray.stops == [f"{one.id}.job"]
 
 
 def test_a_stop_that_gets_lost_is_asked_for_again(ray, one):
@@ -76,20 +69,6 @@ def test_a_job_that_waits_for_room_is_stopped_until_ray_holds_it_back(ray, one):
     assert one.states() == {"job": "CANCELLED"}, "as other processes see it"
 
 
-def test_a_job_is_cancelled_while_its_environment_is_built(ray, one, monkeypatch):
-    """Ray ends it as failed when the build fails; it was cancelled before."""
-    name = f"{one.id}.job"
-    building = JobStatus(JobState.PENDING, Reason.BUILDING)
-    monkeypatch.setattr(StateApi, "explain_build", lambda *_: building)
-    ray.rows[name].update(status="PENDING", driver_node_id=None)
-    ray.fates[name] = FINDS_NO_ROOM
-    status = one.jobs["job"].cancel()
-    assert status.state is JobState.CANCELLED
-    ray.rows[name].update(status="FAILED", error_type="RUNTIME_ENV_SETUP_FAILURE", message="pip")
-    monkeypatch.undo()
-    assert one.states() == {"job": "CANCELLED"}
-
-
 def test_an_id_of_a_stranger_is_left_alone(ray, unique):
     handed = Handed(ray, unique, "job")
     ray.rows[f"{handed.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
@@ -120,19 +99,6 @@ def test_a_whole_chain_is_cancelled_by_one_claim(ray, unique):
     assert [one.split(" ")[0] for one in told] == ["first", "second", "third"]
     assert list(ray.claims) == [handed.dispatch.spec.cancel_id]
     assert ray.stops == [f"{handed.id}.first"]
-
-
-def test_a_cluster_that_is_away_is_not_asked_for_long(ray, unique):
-    handed = Handed(ray, unique, "first", "second after first")
-    jobs = list(handed.jobs.values())
-    ray.fates[f"{handed.id}.first"] = GOES_ON
-    ray.dispatch(handed.dispatch.spec, rounds=2)
-    ray.trouble = lambda method, path: Trouble(502, "bad gateway")
-    began = dispatch.time.monotonic()
-    with pytest.raises(ClusterError, match="It is not known whether the chain") as caught:
-        cancel_dispatch(handed.dispatch, jobs[0].api())
-    assert dispatch.time.monotonic() - began < 30
-    assert "502" in str(caught.value)
 
 
 def test_one_job_of_a_chain_that_waits_is_claimed(ray, unique):

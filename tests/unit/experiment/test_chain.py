@@ -73,12 +73,3 @@ def test_cancelling_a_job_before_its_start_takes_its_id(ray, first_runs):
         "third": "CANCELLED",
     }
     assert "cancelled before its start" in statuses(first_runs)["second"].message
-
-
-@pytest.mark.parametrize("verb", ["logs", "cancel"])
-def test_a_job_that_an_experiment_does_not_have(ray, unique, verb):
-    handed = Handed(ray, unique, "one", "two")
-    done = CliRunner().invoke(cli.build(), [verb, handed.id, "--job", "nosuch"])
-    assert done.exit_code == 1
-    assert f"'{handed.id}' has no job 'nosuch'; it has " in done.stderr
-    assert all(one in done.stderr for one in handed.jobs)

@@ -120,7 +120,7 @@ def test_a_full_disk_ends_no_wait(ray, one, monkeypatch, caplog):
     assert "No space left" in caplog.text
     one.record()
     (record,) = store_of(one.exp_dir).ledger.jobs().values()
-    assert record.terminal["state"] == "SUCCEEDED"
+    assert record.terminal.state.value == "SUCCEEDED"
 
 
 def test_a_job_object_sees_what_other_processes_have_written_down(ray, one):

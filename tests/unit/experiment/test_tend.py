@@ -6,7 +6,6 @@ import pytest
 
 from nemo_run_ray.experiment.dispatch import resume, tend
 from nemo_run_ray.experiment.store import store_of
-from tests.fake_ray import Trouble
 from tests.unit.experiment.conftest import Handed
 
 
@@ -38,16 +37,6 @@ def test_one_that_had_no_time_is_left_to_the_next_allocation(ray, stopped, ended
     assert resume(stopped.dispatch) == "its dispatcher is at work"
 
 
-def test_it_is_not_started_twice_at_once(ray, stopped, monkeypatch):
-    tend(stopped.exp_dir)
-    ray.rows[f"{stopped.dispatch.id}@2"]["status"] = "STOPPED"
-    tend(stopped.exp_dir)
-    assert f"{stopped.dispatch.id}@3" not in ray.rows
-    stopped.dispatch.revived_at.clear()
-    tend(stopped.exp_dir)
-    assert f"{stopped.dispatch.id}@3" in ray.rows
-
-
 def test_a_dispatch_that_is_being_handed_over_is_left_to_its_client(ray, unique):
     handed = Handed(ray, unique, "first", "second after first")
     del ray.rows[handed.dispatch.id]
@@ -68,14 +57,6 @@ def test_a_folder_that_cannot_be_written_to_ends_no_wait(ray, stopped, monkeypat
     assert "No space left" in caplog.text
 
 
-def test_a_dispatcher_at_work_is_left_alone(ray, unique):
-    handed = Handed(ray, unique, "first", "second after first")
-    ray.dispatch(handed.dispatch.spec)
-    ray.requests.clear()
-    tend(handed.exp_dir)
-    assert ray.writes == []
-
-
 def test_a_job_that_starts_although_it_was_cancelled_is_stopped(ray, unique):
     handed = Handed(ray, unique, "one", "other")
     for name in ("one", "other"):
@@ -92,9 +73,3 @@ def test_one_of_ours_that_nobody_looks_after_wakes_ray(ray, unique):
     tend(handed.exp_dir)
     assert ray.posts() == 2
     assert len(ray.bodies) == accepted, "nothing came of the second request"
-
-
-def test_a_cluster_that_is_away_is_left_alone(ray, stopped):
-    ray.trouble = lambda method, path: Trouble()
-    tend(stopped.exp_dir)
-    assert f"{stopped.dispatch.id}@2" not in ray.rows

@@ -43,12 +43,6 @@ def test_jobs_that_never_arrived_are_handed_over_once(ray, unique):
     assert len(ray.started) == 2
 
 
-def test_a_chain_that_never_arrived_is_handed_over_together(ray, unique):
-    experiment = hand_over(ray, unique, "first", "second", in_order=True)
-    assert [one.split(": ")[1] for one in resume_experiment(experiment)][-2:] == ["handed over"] * 2
-    assert len(ray.started) == 1, "the dispatcher"
-
-
 def test_a_chain_whose_dispatcher_died_is_left_to_a_new_one(ray, unique):
     experiment = hand_over(ray, unique, "first", "second", in_order=True)
     list(resume_experiment(experiment))

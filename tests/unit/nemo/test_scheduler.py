@@ -45,7 +45,7 @@ SCRIPTS = run.PatternPackager(include_pattern="*.sh", relative_path=".")
         (
             run.Script(inline="true"),
             {"packager": run.PatternPackager(include_pattern="*.none", relative_path=".")},
-            "PatternPackager packed no file",
+            "it packed no file",
         ),
         (run.Script("there.sh"), {}, "no code is sent, so that its script 'there.sh'"),
         (run.Script("gone.sh"), {"packager": SCRIPTS}, "'gone.sh' is not among the 1 file"),

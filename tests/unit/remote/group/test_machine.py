@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.experiment.elements import not_ready
+from nemo_run_ray.experiment.job import not_ready
 from nemo_run_ray.remote.group.driver import events_of_report, group_rows
 from nemo_run_ray.remote.group.machine import (
     END,
