@@ -20,8 +20,6 @@ LINE_MAX_CHARS = 1024**2
 _BARREN_ROUNDS = 3
 #: Attempts to read the log of a job that is over, without progress, before that is an error.
 _ROUNDS_AFTER_END = 6
-#: The end of a line; a progress bar returns to its beginning instead.
-_END, _END_OR_RETURN = re.compile(r"(?<=\n)"), re.compile(r"(?<=[\r\n])")
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 #: A job whose first process was killed is over for Ray before its other processes have said why.
 _LAST_WORDS_S = 1.0
@@ -118,7 +116,7 @@ def output_of(
     head: list[str] | None = []  # lines before that of the entrypoint; ``None`` behind it
     error: Exception | None = None
     try:
-        for line in lines(texts, _END_OR_RETURN):
+        for line in lines(texts, "\r\n"):  # a progress bar returns to its beginning
             if line.startswith(end_marks):
                 continue
             if line.startswith(attempt_marks):
@@ -149,22 +147,29 @@ def _never_started(head: Iterable[str]) -> Iterator[str]:
     return (line for line in head if _SETTING_UP not in line)
 
 
-def lines(texts: Iterable[str], end: re.Pattern[str] = _END) -> Iterator[str]:
-    """Complete lines with their ends; a very long one in pieces, the last one as it is."""
-    rest = ""
+def lines(texts: Iterable[str], ends: str = "\n") -> Iterator[str]:
+    """Complete lines with their ends; a very long one in pieces, the last one as it is.
+
+    Args:
+        texts: a log, in pieces of any size.
+        ends: characters after which a line ends.
+    """
+    # str.splitlines also cuts at form feeds and the like, which are no line's end in a log.
+    end = re.compile(f"(?<=[{ends}])")
+    parts: list[str] = []
+    size = 0
     try:
         for text in texts:
-            # str.splitlines also cuts at form feeds and the like, which are no line's end in a log.
-            *whole, rest = end.split(rest + text)
-            for line in whole:
-                yield from _pieces(line)
-            if len(rest) > LINE_MAX_CHARS:
-                *full, rest = _pieces(rest)
-                yield from full
+            for piece in end.split(text):
+                parts.append(piece)
+                size += len(piece)
+                if piece.endswith(tuple(ends)) or size >= LINE_MAX_CHARS:
+                    line, parts, size = "".join(parts), [], 0
+                    yield from _pieces(line)
     except Exception:
-        yield from _pieces(rest)
+        yield from _pieces("".join(parts))
         raise
-    yield from _pieces(rest)
+    yield from _pieces("".join(parts))
 
 
 def _pieces(line: str) -> Iterator[str]:
