@@ -75,35 +75,6 @@ def test_a_cluster_file_asks_for_it(cluster, unique, tmp_path):
     assert len(cluster.rows) == 2
 
 
-def test_a_file_of_nemo_skills_asks_for_what_it_requires_and_nothing_else(
-    cluster, unique, tmp_path
-):
-    path = tmp_path / "skills.yaml"
-    text = f"backend: {{name: ray, dashboard_url: '{cluster.url}'}}\n"
-    path.write_text(text)
-    sixteen = RayExecutor(cluster=str(path), gpus_per_node=16)
-    run.run(TRUE, executor=sixteen, name=unique, detach=True)
-    path.write_text(text + "preflight: {min_cluster_resources: {gpu: 8}}\n")
-    run.run(TRUE, executor=sixteen, name=f"{unique}b", detach=True)
-    assert len(cluster.rows) == 2, "nodes with 16 GPUs may come later"
-    path.write_text(text + "preflight: {min_cluster_resources: {gpu: 64}}\n")
-    assert "total GPU" in refused(DoesNotFit, sixteen, f"{unique}c")
-    path.write_text(text)
-    asked = RayExecutor(cluster=str(path), gpus_per_node=16, preflight=True)
-    assert f"task {unique}d" in refused(DoesNotFit, asked, f"{unique}d")
-
-
-@pytest.fixture
-def strict(cluster, tmp_path):
-    """A file that requires a label which no node has."""
-    path = tmp_path / "strict.yaml"
-    path.write_text(
-        f"cluster: {{address: '{cluster.url}'}}\n"
-        "preflight: {enabled: true, required_labels: [{key: a, value: b}]}\n"
-    )
-    return path
-
-
 def test_secrets_of_two_files_do_not_mix(cluster, tmp_path, unique, monkeypatch):
     for name in ("A", "B"):
         monkeypatch.setenv(f"{name}_TOK", name.lower())

@@ -199,18 +199,6 @@ def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypa
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.output)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-@pytest.mark.parametrize("words", [["status", "--once"], ["logs"], ["logs", "--follow"]])
-def test_a_terminal_of_few_characters_gets_the_others_as_escapes(
-    ray, unique, encoding, words, monkeypatch
-):
-    handed = Handed(ray, unique, "job")
-    ray.rows[f"{handed.id}.job"].update(status="FAILED", message="漢 of Ray")
-    ray.logs[f"{handed.id}.job"] = "漢 of the task\n"
-    done = CliRunner(charset=encoding).invoke(cli.build(), [*words, unique])
-    assert "\\u6f22 of " in done.stdout_bytes.decode(encoding)
-
-
 @pytest.mark.parametrize("words", [["status", "--once"], ["status", "--json"], ["logs"]])
 def test_a_full_disk_behind_standard_output_is_one_sentence(ray, unique, words, capfd, monkeypatch):
     handed = Handed(ray, unique, "job")
