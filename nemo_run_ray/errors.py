@@ -18,7 +18,7 @@
     │   ├── JobRefused       Ray refuses the request for a job
     │   └── Taken            Ray has a job of the submission id already
     ├── JobError             a job is unknown, or did not end as asked
-    │   └── StillGoesOn      it has not ended in the time of a wait (also a TimeoutError)
+    │   └── StillRunning     a wait for it has timed out (also a TimeoutError)
     ├── WorkError            a call on a Ray has given no result
     │   ├── CannotBeSent     the function or an item cannot be pickled (also a TypeError)
     │   ├── ItemFailed       an item of a map has failed: its index, and the cause
@@ -207,7 +207,7 @@ class JobError(NemoRunRayError):
     """A job is unknown, or it did not end as asked."""
 
 
-class StillGoesOn(JobError, TimeoutError):
+class StillRunning(JobError, TimeoutError):
     """A job has not ended in the time that was given to a wait for it."""
 
 

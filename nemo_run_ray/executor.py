@@ -3,12 +3,12 @@
 # No postponed annotations, and none with "|": the command line of NeMo-Run 0.11 parses values by
 # the types themselves, and knows Optional and Union only.
 
-import ast
 import copy
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Optional, Union
 
@@ -25,6 +25,7 @@ from nemo_run_ray.fields import (
     refuse,
     refuse_credentials,
     strict_init,
+    variables_of,
 )
 from nemo_run_ray.ids import LEDGER
 
@@ -123,7 +124,7 @@ class RayExecutor(Executor):
     #: Bytes of a log that the experiment's folder keeps when a job has ended, the last ones of a
     #: longer log; 0 keeps none, ``None`` keeps all.
     keep_logs_max_bytes: Optional[int] = 64 * 1024**2
-    #: Fields that were given their default's value, which wins over a cluster file; set by itself.
+    #: Fields that the code gives, which win over a cluster file; the executor sets it itself.
     given_fields: list[str] = field(default_factory=list, compare=False)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -142,7 +143,7 @@ class RayExecutor(Executor):
         # A saved executor is built with all its fields, and says which of them were given.
         given: frozenset[str] = self.__dict__.pop("_given")
         if "given_fields" not in given:
-            self.given_fields = sorted(name for name in given if self._is_default(name))
+            self.given_fields = sorted(given)
         # Not saved, so these are no fields: where the cluster file takes the values of secrets
         # from, and the name of the file whose values a resolved executor has.
         self.secret_places: Mapping[str, Sequence[str]] = {}
@@ -153,10 +154,9 @@ class RayExecutor(Executor):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        # A field that is assigned later is given in code too, also with its default's value.
-        is_later = "resolved_from" in self.__dict__ and name in self.__dataclass_fields__
-        if is_later and name != "given_fields" and self._is_default(name):
-            super().__setattr__("given_fields", sorted({*self.given_fields, name}))
+        # A field that is assigned later is given in code too.
+        if "resolved_from" in self.__dict__ and name in self.__dataclass_fields__:
+            self.__dict__["given_fields"] = sorted({*self.given_fields, name})
 
     def resolved(self) -> "RayExecutor":
         """The executor with the values of its cluster file; itself when it names none.
@@ -179,15 +179,6 @@ class RayExecutor(Executor):
             return None
         return next((os.environ[name] for name in FILE_VARIABLES if os.environ.get(name)), None)
 
-    def has_own(self, name: str) -> bool:
-        """Whether a field was given in code, and so wins over a cluster file."""
-        return name in self.given_fields or not self._is_default(name)
-
-    def _is_default(self, name: str) -> bool:
-        (known,) = (known for known in fields(self) if known.name == name)
-        made = known.default if known.default_factory is MISSING else known.default_factory()
-        return bool(getattr(self, name) == made)
-
     def clone(self) -> "RayExecutor":
         # NeMo-Run adds this copy to an experiment. Fiddle, which makes it, would show all fields
         # in an error of the constructor.
@@ -201,9 +192,8 @@ class RayExecutor(Executor):
         Raises:
             ConfigError: one looks like a credential.
         """
-        refuse_credentials("RayExecutor.env_vars", self.env_vars)
-        of_ray = self.runtime_env.get("env_vars") or {}
-        refuse_credentials("RayExecutor.runtime_env['env_vars']", of_ray)
+        for what, variables in variables_of(self).items():
+            refuse_credentials(what, variables)
 
     def check(self, role: str = "") -> None:
         """Check every field; called again before a submission, since fields can be assigned.
@@ -217,28 +207,19 @@ class RayExecutor(Executor):
         try:
             self._check_cluster()
             check_executor(self)
-            for executor in self.resource_group:
-                if not isinstance(executor, RayExecutor):
-                    field = "RayExecutor.resource_group"
-                    refuse(field, self.resource_group, "a list of RayExecutors")
         except ConfigError as error:
-            if not role:
-                raise
-            raise ConfigError(f"The role {role!r}: {error}") from error
+            raise ConfigError(f"The role {role!r}: {error}" if role else str(error)) from error
 
     def _check_cluster(self) -> None:
         cluster, address = self.cluster, self.address
-        if isinstance(cluster, str) and "://" in cluster:
-            raise ConfigError(
-                f"RayExecutor.cluster is {cluster!r}; allowed is a cluster or a cluster file's "
-                f"name. Give address={cluster!r}."
+        is_name = isinstance(cluster, str) and cluster.strip() and "://" not in cluster
+        if not (cluster is None or is_name or isinstance(cluster, Cluster)):
+            refuse(
+                "RayExecutor.cluster",
+                cluster,
+                "one of nemo_run_ray.clusters, such as LocalCluster(), or a cluster file's name "
+                "(an address is for RayExecutor.address)",
             )
-        is_name = isinstance(cluster, str) and bool(cluster.strip())
-        if cluster is not None and not is_name and not isinstance(cluster, Cluster):
-            allowed = (
-                "one of nemo_run_ray.clusters, such as LocalCluster(), or a cluster file's name"
-            )
-            refuse("RayExecutor.cluster", cluster, allowed)
         if address is not None:
             ExistingCluster(url=address)
         if cluster is not None and address is not None:
@@ -291,12 +272,6 @@ class RayExecutor(Executor):
             ConfigError: the executors are of different clusters, or one is wrong.
         """
         if len(executors) == 1 and executors[0].resource_group:
-            found = len(executors[0].resource_group)
-            if found != num_tasks:
-                raise ConfigError(
-                    f"RayExecutor.resource_group has {found} executors for the {num_tasks} tasks "
-                    "of the group; it is for NeMo-Run to set. Give the group a list of executors."
-                )
             return executors[0]
         if len(executors) == 1:
             executors = [copy.deepcopy(executors[0]) for _ in range(num_tasks)]
@@ -426,7 +401,7 @@ def check_guard() -> None:
     """Refuse to launch a function of ``__main__`` from a line that runs again before it is found.
 
     The node runs the whole program again, which would fail at that line. A program that looks at
-    its ``__name__``, and a line below a condition or ``try``, are not refused.
+    its ``__name__`` is not refused.
 
     Raises:
         ConfigError: the launch is by top-level code of the program.
@@ -434,22 +409,16 @@ def check_guard() -> None:
     frame = _top_level("__main__")
     if frame is None:
         return
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    file = frame.f_code.co_filename
     try:
-        with open(file, encoding="utf-8") as program:
-            tree = ast.parse(program.read())
-    except (OSError, ValueError, SyntaxError):
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return  # a notebook's cell, or standard input: no program that runs again
-    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
-    if any("'__name__'" in ast.dump(node) for node in compared):
-        return
-    for statement in tree.body:
-        is_there = statement.lineno <= line <= (statement.end_lineno or 0)
-        if is_there and not isinstance(statement, (ast.If, ast.Try, ast.Match)):
-            raise ConfigError(
-                f"{file}, line {line}, launches a function of its own program, and the node runs "
-                f"that program again to find the function. {_GUARD}"
-            )
+    if "__name__" not in text:
+        raise ConfigError(
+            f"{file}, line {frame.f_lineno}, launches a function of its own program, and the node "
+            f"runs that program again to find the function. {_GUARD}"
+        )
 
 
 def _top_level(module: str) -> FrameType | None:

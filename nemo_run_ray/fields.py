@@ -5,6 +5,7 @@ A check takes a field's full name and its value, and raises ``ConfigError`` with
 
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -16,8 +17,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
+import yaml
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.ids import HANDLE, SCHEDULER
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 Check = Callable[[str, Any], None]
 _Class = TypeVar("_Class", bound=type)
+_Value = TypeVar("_Value")
 #: Last words of the names of credentials, as in ``HF_TOKEN``, ``X-Api-Key``, ``PGPASSWORD``.
 _CREDENTIAL = re.compile(
     r"(?:.*_)?(?:TOKEN|\w*API_?KEYS?|KEY|PAT|PASS|PASSCODE|PW|SECRETS?|AUTH|AUTHORIZATION|BEARER"
@@ -67,21 +71,15 @@ LABELS = (
     "values have at most 63 letters, digits, '-', '_' and '.'"
 )
 _LABEL_CONDITION = re.compile(rf"!?{_LABEL}|!?(?:in)?\({_LABEL}(?:, ?{_LABEL})*\)|")
-STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 #: The smallest part of a resource that Ray gives away.
 RESOURCE_MIN = 0.0001
 #: The largest amount of a resource: Ray counts the steps in 64 bits, and takes a job that asks for
 #: more as one that asks for nothing (839 TiB of memory, measured on Ray 2.60).
 RESOURCE_MAX = int(2**63 * RESOURCE_MIN)
 #: Resources with a field of their own.
-_OWN_FIELDS = ("CPU", "GPU", "memory", "object_store_memory")
+_OWN_FIELDS = ("", "CPU", "GPU", "memory", "object_store_memory")
 _LAUNCHERS = ("torchrun", "ft")
-_UNITS = {"B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGTP", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-_MEMORY = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*")
+_MEMORY = TypeAdapter(ByteSize)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -143,9 +141,7 @@ def strict_init(cls: _Class) -> _Class:
         try:
             inspect.signature(construct).bind(self, *args, **kwargs)
         except TypeError as error:
-            raise ConfigError(
-                f"{cls.__name__}: {error}; its fields are {', '.join(known)}."
-            ) from None
+            raise ConfigError(f"{cls.__name__}: {error}; it has {', '.join(known)}.") from None
         construct(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -200,20 +196,15 @@ def allow(fits: Callable[[Any], Any], allowed: str, none: bool = False) -> Check
     return check
 
 
-def _or_none(check: Callable[[str, Any], object]) -> Check:
-    """The check, which ``None`` passes."""
-
-    def check_or_none(field: str, value: Any) -> None:
-        if value is not None:
-            check(field, value)
-
-    return check_or_none
-
-
 def whole(least: int, most: int | None = None, none: bool = False) -> Check:
     """The check of a whole number."""
     allowed = f"a whole number from {least}" + ("" if most is None else f" to {most}")
     return allow(lambda value: is_whole(value, least, most), allowed, none)
+
+
+def one_of(*values: str) -> Check:
+    """The check of one of some texts."""
+    return allow(lambda value: value in values, f"one of {', '.join(values)}")
 
 
 def every(fits: Callable[[Any], Any], allowed: str) -> Check:
@@ -225,10 +216,16 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip()) and "\0" not in value
 
 
-_FLAG = allow(lambda value: isinstance(value, bool), "True or False")
-_SECONDS = "a number of seconds from 0"
-_A_NAME = allow(_is_text, "a name in the cluster file", none=True)
-_A_LIST = allow(lambda value: isinstance(value, list), "a list")
+def _is_resource(value: Any) -> bool:
+    """Whether Ray can count the amount."""
+    return is_amount(value) and (value == 0 or RESOURCE_MIN <= value <= RESOURCE_MAX)
+
+
+def _are_resources(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and name not in _OWN_FIELDS and _is_resource(amount)
+        for name, amount in value.items()
+    )
 
 
 def parse_memory(value: int | str, field: str = "RayExecutor.memory_per_node") -> int:
@@ -237,42 +234,22 @@ def parse_memory(value: int | str, field: str = "RayExecutor.memory_per_node") -
     Raises:
         ConfigError: no number, a negative one, one that Ray cannot count, or an unknown unit.
     """
-    allowed = f"bytes, or a number with one of the units {', '.join(_UNITS)}"
     size_bytes = -1
-    if isinstance(value, int) and not isinstance(value, bool):
-        size_bytes = value
-    elif isinstance(value, str) and (match := _MEMORY.fullmatch(value)):
-        number, unit = match.groups()
-        if (unit or "B") in _UNITS:
-            size_bytes = int(float(number) * _UNITS[unit or "B"])
-        elif f"{unit[0].upper()}iB" in _UNITS:  # 64G is GiB for Slurm and Docker, GB for Kubernetes
-            prefix = unit[0].upper()
-            allowed += f"; write {number}{prefix}B (of 1000) or {number}{prefix}iB (of 1024)"
+    # 64G is GiB for Slurm and Docker, and GB for Kubernetes.
+    is_clear = isinstance(value, (int, str)) and not re.search(r"[kmgtp]\s*$", str(value), re.I)
+    if is_clear and not isinstance(value, bool):
+        with contextlib.suppress(ValidationError, OverflowError):
+            size_bytes = int(_MEMORY.validate_python(value))
     if not 0 <= size_bytes <= RESOURCE_MAX:
-        most = f"; at most {RESOURCE_MAX} bytes" if size_bytes > 0 else ""
-        refuse(field, value, allowed + most)
+        texts = "a text such as '64GiB' (of 1024) or '64GB' (of 1000)"
+        allowed = f"bytes, or {texts}, up to {RESOURCE_MAX} bytes"
+        refuse(field, value, allowed)
     return size_bytes
 
 
-def _resource(field: str, value: Any) -> None:
-    if not is_amount(value) or value > RESOURCE_MAX or 0 < value < RESOURCE_MIN:
-        refuse(field, value, f"0, or a number from {RESOURCE_MIN} to {RESOURCE_MAX}")
-
-
-def _gpus(field: str, value: Any) -> None:
-    _resource(field, value)
-    if value > 1 and value != int(value):
-        refuse(field, value, "a fraction below 1 or a whole number")
-
-
-def _custom_resources(field: str, value: Any) -> None:
-    if not isinstance(value, dict) or not all(
-        isinstance(key, str) and key and key not in _OWN_FIELDS for key in value
-    ):
-        own = ", ".join(_OWN_FIELDS)
-        refuse(field, value, f"a dict of custom resources; {own} have fields of their own")
-    for key, amount in value.items():
-        _resource(f"{field}[{key!r}]", amount)
+def _memory(field: str, value: Any) -> None:
+    if value is not None:
+        parse_memory(value, field)
 
 
 def _are_ports(value: Any) -> bool:
@@ -290,7 +267,7 @@ def _variables(field: str, value: Any, size_max_bytes: float = float("inf")) -> 
     if not isinstance(value, dict):
         refuse(field, type(value), "a dict of texts by text")
     for name, text in value.items():
-        if not isinstance(name, str) or not name or re.search(r"[\s=\0]", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[^\s=\0]+", name):
             refuse(field, name, "names of environment variables, without blanks and '='")
         if not isinstance(text, str) or "\0" in text:
             refuse(f"{field}[{name!r}]", type(text), "a text without NUL")
@@ -347,7 +324,7 @@ _OF_PROBES: dict[str, Check] = {
 
 @dataclass
 class Probe:
-    """Base of the probes; use one of them. Fields that ``ProbeSpec`` has too are its values.
+    """Base of the probes; use one of them. Its fields are those of ``ProbeSpec``.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -368,14 +345,11 @@ class Probe:
 
     def spec(self) -> "ProbeSpec":
         """The probe as the node runs it."""
-        if not hasattr(self, "kind"):
-            raise NotImplementedError
         from nemo_run_ray.remote.spec import ProbeSpec  # not every program has a probe
 
-        values = {name: getattr(self, name) for name in ProbeSpec._fields if hasattr(self, name)}
-        if "command" in values:
-            values["command"] = tuple(values["command"])
-        return ProbeSpec(**values)
+        values = dataclasses.asdict(self)
+        command = tuple(values.pop("command", ()))
+        return ProbeSpec(kind=self.kind, command=command, **values)
 
 
 @strict_init
@@ -412,29 +386,40 @@ class CommandProbe(Probe):
 
 # ---------------------------------------------------------------------- RayExecutor
 
+_FLAG = allow(lambda value: isinstance(value, bool), "True or False")
+_SECONDS = "a number of seconds from 0"
+_NAME = allow(_is_text, "a name in the cluster file", none=True)
+_AMOUNT = f"0, or a number from {RESOURCE_MIN} to {RESOURCE_MAX}"
 _OF_EXECUTORS: dict[str, Check] = {
-    "pool": _A_NAME,
-    "image": _A_NAME,
+    **dict.fromkeys(("pool", "image"), _NAME),
+    **dict.fromkeys(("nodes", "ntasks_per_node"), whole(1)),
+    **dict.fromkeys(
+        ("service", "wait_for_nodes", "keep_run_dir", "allow_unknown_runtime_env"), _FLAG
+    ),
+    **dict.fromkeys(("pending_timeout_s", "time_s"), allow(is_amount, _SECONDS, none=True)),
     "preflight": allow(lambda value: isinstance(value, bool), "True, False", none=True),
     "packager": allow(
         lambda value: isinstance(value, Packager),
         "a packager, such as nemo_run.GitArchivePackager()",
     ),
-    "nodes": whole(1),
-    "ntasks_per_node": whole(1),
     "retries": whole(0),
-    "cpus_per_node": _or_none(_resource),
-    "gpus_per_node": _gpus,
-    "memory_per_node": _or_none(lambda field, value: parse_memory(value, field)),
-    "resources_per_node": _custom_resources,
+    "cpus_per_node": allow(_is_resource, _AMOUNT, none=True),
+    "gpus_per_node": allow(
+        lambda value: _is_resource(value) and (value < 1 or value == int(value)),
+        f"{_AMOUNT}, above 1 a whole one",
+    ),
+    "memory_per_node": _memory,
+    "resources_per_node": allow(
+        _are_resources,
+        f"a dict of amounts ({_AMOUNT}) of custom resources;{', '.join(_OWN_FIELDS)[1:]} have "
+        "fields of their own",
+    ),
     "label_selector": allow(are_labels, f"a dict of {LABELS}"),
-    "strategy": allow(lambda value: value in STRATEGIES, f"one of {', '.join(STRATEGIES)}"),
+    "strategy": one_of("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "runtime_env": allow(lambda value: isinstance(value, dict), "a dict"),
-    "allow_unknown_runtime_env": _FLAG,
     "secrets": _secret_names,
     "env_vars": _variables,
     "role": allow(lambda value: isinstance(value, str), "a text"),
-    "service": _FLAG,
     "ready": allow(
         lambda value: isinstance(value, Probe) and type(value) is not Probe,
         "a PortProbe, an HttpProbe, a CommandProbe",
@@ -445,11 +430,7 @@ _OF_EXECUTORS: dict[str, Check] = {
         "a dict of numbers up to 65535, or 0 for a free one, which differ; by names that do not "
         "begin with '_'",
     ),
-    "wait_for_nodes": _FLAG,
-    "resource_group": _A_LIST,
     "max_in_flight": whole(1, none=True),
-    "pending_timeout_s": allow(is_amount, _SECONDS, none=True),
-    "time_s": allow(is_amount, _SECONDS, none=True),
     "permanent_exit_codes": every(
         lambda code: is_whole(code, 1, 255), "a list of numbers from 1 to 255"
     ),
@@ -462,7 +443,6 @@ _OF_EXECUTORS: dict[str, Check] = {
         ),
         f"a list of experiments' titles or ids, and handles {HANDLE}<job's id>",
     ),
-    "keep_run_dir": _FLAG,
     "python": allow(
         lambda value: isinstance(value, str) and value and not CONTROL.search(value),
         "a path, a program's name",
@@ -471,7 +451,6 @@ _OF_EXECUTORS: dict[str, Check] = {
     "entrypoint_shell": allow(lambda value: value == "login", "'login'", none=True),
     "startup_commands": every(_is_text, "a list of shell commands"),
     "keep_logs_max_bytes": whole(0, none=True),
-    "given_fields": _A_LIST,
 }
 
 
@@ -484,28 +463,33 @@ def check_executor(executor: Any) -> None:
     for name, check in _OF_EXECUTORS.items():
         check(f"RayExecutor.{name}", getattr(executor, name))
     check_runtime_env(executor.runtime_env, executor.allow_unknown_runtime_env)
-    of_ray = executor.runtime_env.get("env_vars") or {}
-    for field, variables in (
-        ("env_vars", executor.env_vars),
-        ("runtime_env['env_vars']", of_ray),
-    ):
+    for field, variables in variables_of(executor).items():
         for name in executor.secrets:
             if name in variables:
                 raise ConfigError(
-                    f"RayExecutor.{field} names {name}, and RayExecutor.secrets does too; allowed "
-                    "is one of them: a secret's value is taken from your environment."
+                    f"{field} names {name}, and RayExecutor.secrets does too; allowed is one of "
+                    "them: a secret's value is taken from your environment."
                 )
     launcher = executor.launcher
-    if executor.resource_group and launcher is not None and type(launcher) is not Launcher:
-        allowed = "None for a group; set it on the executor of a role"
-        refuse("RayExecutor.launcher", launcher, allowed)
     kinds = (Launcher, Torchrun, FaultTolerance)
     if launcher is not None and launcher not in _LAUNCHERS and type(launcher) not in kinds:
         allowed = f"None, {', '.join(map(repr, _LAUNCHERS))}, Torchrun or FaultTolerance"
         refuse("RayExecutor.launcher", launcher, allowed)
+    if executor.resource_group and launcher is not None and type(launcher) is not Launcher:
+        allowed = "None for a group; set it on the executor of a role"
+        refuse("RayExecutor.launcher", launcher, allowed)
     if getattr(launcher, "nsys_profile", False):
         allowed = "False: profiling on Ray is not built yet"
         refuse("RayExecutor.launcher.nsys_profile", True, allowed)
+
+
+def variables_of(executor: Any) -> dict[str, Mapping[str, str]]:
+    """The variables of a RayExecutor, by the field that gives them."""
+    of_ray = executor.runtime_env.get("env_vars") or {}
+    return {
+        "RayExecutor.env_vars": executor.env_vars,
+        "RayExecutor.runtime_env['env_vars']": of_ray,
+    }
 
 
 # ---------------------------------------------------------------------- Ray's runtime_env
@@ -520,19 +504,8 @@ _PACKAGED = ("working_dir", "py_modules", "excludes")
 _ENVIRONMENTS = ("pip", "uv", "conda")
 #: Fields by which Ray starts a worker in a container, and what it lets them be combined with.
 _CONTAINERS, _BESIDE_CONTAINER = ("image_uri", "container"), ("config", "env_vars")
-#: Fields that Ray's client adds by itself, which a saved runtime environment may have.
-_OF_RAY_ITSELF = (
-    "_ray_release",
-    "_ray_commit",
-    "_inject_current_ray",
-    "_nsight",
-    "_rocprof_sys",
-)
-#: A line of requirements that names another file, and how deep such files may lie.
-_OTHER_FILE = re.compile(
-    r"\s*(?P<option>-r|-c|--requirement|--constraint)(?:\s+|=|(?<=-[rc]))(?P<path>[^\s#]+)"
-)
-_INCLUDES_MAX = 10
+#: A line of requirements that names another file of them.
+_OTHER_FILE = re.compile(r"\s*(?:-r|--requirement)(?:\s+|=|(?<=-r))(?P<path>[^\s#]+)")
 #: One string of a new process (MAX_ARG_STRLEN, execve(2)): Ray tries for ever to start its worker.
 _VARIABLE_BYTES_MAX = 128 * 1024
 #: Every field that Ray's documentation lists.
@@ -561,10 +534,10 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
     """
     values = {name: value for name, value in runtime_env.items() if value is not None}
     for name, value in values.items():
-        field = _field(name)
         if name in _PACKAGED:
-            refuse(field, value, "absent: the executor's packager says which code is sent")
-        if name not in (*_OF_RUNTIME_ENV, *_OF_RAY_ITSELF) and not allow_unknown:
+            refuse(_field(name), value, "absent: the executor's packager says which code is sent")
+        # Ray's own client adds some with an underscore.
+        if name not in _OF_RUNTIME_ENV and name[:1] != "_" and not allow_unknown:
             meant = nearest(name, _OF_RUNTIME_ENV)
             documented = ", ".join(_OF_RUNTIME_ENV)
             hint = f"did you mean {meant!r}?" if meant else f"Ray's fields are {documented}."
@@ -573,19 +546,19 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
                 f"silently; {hint} For a field of a newer Ray, or of a plug-in of your cluster, "
                 "set RayExecutor(allow_unknown_runtime_env=True)."
             )
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{field} holds something that JSON cannot carry to the "
-                f"cluster: {error}. Use texts, numbers, True, False, None, lists and dicts."
-            ) from error
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "RayExecutor.runtime_env holds something that JSON cannot carry to the cluster: "
+            f"{error}. Use texts, numbers, True, False, None, lists and dicts."
+        ) from error
     _variables(_field("env_vars"), values.get("env_vars", {}), _VARIABLE_BYTES_MAX)
     for name in ("pip", "uv"):
         value = values.get(name, [])
         packages = value.get("packages") if isinstance(value, dict) else value
-        is_list = isinstance(packages, list) and all(isinstance(one, str) for one in packages)
-        if not is_list and not (isinstance(packages, str) and packages):
+        texts = [packages] if isinstance(packages, str) else packages
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             allowed = "a list of requirements, the path of a file of them"
             refuse(_field(name), value, f"{allowed}, or a dict with one of these as 'packages'")
     several = [name for name in values if name in _ENVIRONMENTS]
@@ -614,83 +587,50 @@ def resolve_runtime_env(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("pip", "uv"):
         value = resolved.get(name)
         if isinstance(value, dict):
-            packages = _requirements(f"{_field(name)}['packages']", value["packages"])
-            resolved[name] = {**value, "packages": packages}
+            resolved[name] = {**value, "packages": _requirements(name, value["packages"])}
         elif value is not None:
-            resolved[name] = _requirements(_field(name), value)
+            resolved[name] = _requirements(name, value)
     conda = resolved.get("conda")
-    if isinstance(conda, str) and Path(conda).suffix in (".yaml", ".yml"):
-        resolved["conda"] = _conda_file(conda)
+    if isinstance(conda, str) and conda.endswith((".yaml", ".yml")):
+        expected = "a YAML file of a conda environment"
+        resolved["conda"] = _read("conda", conda, expected, lambda text: dict(yaml.safe_load(text)))
     return resolved
 
 
 def brings_python(runtime_env: Mapping[str, Any]) -> bool:
     """Whether the command's ``python`` is one that Ray prepares: an environment's or an image's."""
-    return any(runtime_env.get(name) for name in (*_ENVIRONMENTS, *_CONTAINERS))
-
-
-def environments(runtime_env: Mapping[str, Any]) -> list[str]:
-    """The fields by which Ray makes an environment with packages."""
-    return [name for name in _ENVIRONMENTS if runtime_env.get(name)]
+    return is_container(runtime_env) or any(map(runtime_env.get, _ENVIRONMENTS))
 
 
 def is_container(runtime_env: Mapping[str, Any]) -> bool:
     """Whether the command runs in a container, which Ray combines with no archives of a job."""
-    return any(runtime_env.get(name) for name in _CONTAINERS)
+    return any(map(runtime_env.get, _CONTAINERS))
 
 
 def _field(name: str) -> str:
     return f"RayExecutor.runtime_env[{name!r}]"
 
 
-def _requirements(
-    field: str, packages: str | Sequence[str], folder: Path | None = None, depth: int = 0
-) -> list[str]:
+def _requirements(name: str, packages: str | Sequence[str], folder: Path = Path()) -> list[str]:
     """Requirements, a list or a file's path, with the lines of the files that they include."""
     if isinstance(packages, str):
-        path = packages
-        try:
-            lines: Sequence[str] = Path(path).read_text(encoding="utf-8").strip().split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = _unreadable(field, path, error, "a requirements file")
-            if not path.endswith((".txt", ".in")):
-                problem += f" One package is written as a list: [{path!r}]."
-            raise ConfigError(problem) from error
-        folder = Path(path).parent
-    else:
-        lines = packages
+        path = folder / packages
+        expected = f"a requirements file (one package is a list: [{packages!r}])"
+        text = _read(name, str(path), expected, str)
+        return _requirements(name, text.strip().split("\n"), path.parent)
     requirements = []
-    for line in lines:
+    for line in packages:
         other = _OTHER_FILE.match(line)
-        if other is None:
-            requirements.append(line)
-        elif other["option"].lstrip("-").startswith("c") or depth == _INCLUDES_MAX:
-            raise ConfigError(
-                f"{field} has the line {line.strip()!r}, whose file is not sent to "
-                "the node. Put what it says into the requirements themselves."
-            )
-        else:
-            path = str((folder or Path()) / other["path"])
-            requirements += _requirements(field, path, depth=depth + 1)
+        requirements += _requirements(name, other["path"], folder) if other else [line]
     return requirements
 
 
-def _conda_file(path: str) -> dict[str, Any]:
-    import yaml
-
-    expected = "a YAML file of a conda environment"
+def _read(name: str, path: str, expected: str, parse: Callable[[str], _Value]) -> _Value:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(_unreadable(_field("conda"), path, error, expected)) from error
-    if not isinstance(content, dict):
-        raise ConfigError(_unreadable(_field("conda"), path, "it holds no mapping", expected))
-    return content
-
-
-def _unreadable(field: str, path: str, why: object, expected: str) -> str:
-    reason = getattr(why, "strerror", None) or " ".join(str(why).split())
-    return (
-        f"{field} names the file {path!r} in {Path.cwd()}, which cannot be read as "
-        f"{expected}: {reason}. It is read here, when the task is planned, not on the cluster."
-    )
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(
+            f"{_field(name)} names the file {path!r} in {Path.cwd()}, which cannot be read as "
+            f"{expected}: {reason}. It is read here, when the task is planned, not on the cluster."
+        ) from error

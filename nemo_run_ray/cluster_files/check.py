@@ -129,7 +129,7 @@ def _rows(
             message = f"Its nodes belong to {pool.address}, which was not looked at."
             yield CheckRow(name, UNKNOWN, message, f"nemo-run-ray doctor --address {pool.address}")
         elif look.nodes is None:
-            yield _not_told(name, preflight.strict)
+            yield _unknown(name, preflight.strict)
         else:
             yield _room(name, ask, look.nodes)
 
@@ -163,7 +163,7 @@ def _python(there: str) -> CheckRow:
     )
 
 
-def _not_told(name: str, is_strict: bool) -> CheckRow:
+def _unknown(name: str, is_strict: bool) -> CheckRow:
     state = BROKEN if is_strict else UNKNOWN
     if name != "nodes":
         return CheckRow(name, state, "It is not known: see the line about nodes.")
@@ -178,7 +178,7 @@ def _nodes(nodes: Sequence[Node] | None, document: Document) -> Iterator[CheckRo
     if nodes is None:
         totals = [f"total {name}" for name in sorted(preflight.min_resources)]
         for name in ("nodes", *labels, *totals):
-            yield _not_told(name, preflight.strict)
+            yield _unknown(name, preflight.strict)
         return
     total = Counter[str]()
     for node in nodes:

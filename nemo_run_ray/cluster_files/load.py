@@ -310,14 +310,10 @@ def _problem(error: Any, path: KeyPath) -> str:
         return f"this key is not known; {hint}"
     if error["type"] == "missing":
         return f"{error['loc'][-1]!r} is missing."
-    # A value is shown only where it cannot be or hold a credential.
-    value = error["input"]
-    is_public = path[:1] in (("pools",), ("preflight",), ("images_as",)) and "env_vars" not in path
-    is_shown = isinstance(value, (bool, int, float)) or (is_public and isinstance(value, str))
-    shown = repr(value) if is_shown else f"a {type(value).__name__}"
+    found = f"found a {type(error['input']).__name__}."  # a value may be a credential
     if error["type"] == "model_type":
-        return f"expected keys with values; found {shown}."
-    return f"{error['msg'][0].lower()}{error['msg'][1:]}; found {shown}."
+        return f"expected keys with values; {found}"
+    return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
 
 
 def _check(document: Document) -> None:
@@ -489,7 +485,16 @@ def find(name: str) -> tuple[Path, str | None]:
         with_profiles, profiles = profiles_here()
         if with_profiles is not None and name in profiles:
             return with_profiles, name
-        raise NoClusterFile(_not_found(name, [*(path.stem for path in known), *profiles]))
+        meant = nearest(name, [*(path.stem for path in known), *profiles])
+        hint = f" Did you mean {meant!r}?" if meant else ""
+        if name == "auto" or ":" in name:
+            hint = f" For a cluster's address give RayExecutor(address={name!r})."
+        where = ", ".join(map(str, folders()))
+        raise NoClusterFile(
+            f"There is no cluster file of the name {name!r}.{hint} Looked for {name}.yaml, .yml "
+            f"and .toml in {where or 'no folder, as none of those in docs/clusters.md exists'}. "
+            "`nemo-run-ray clusters` lists all; `nemo-run-ray init` writes one."
+        )
     if len(same_name) > 1:
         warnings.warn(
             f"Two cluster files have the name {name!r}: {same_name[0]} and {same_name[1]}. The "
@@ -510,16 +515,3 @@ def profiles_here() -> tuple[Path | None, list[str]]:
     if path is not None and not path.is_file():
         raise ConfigError(f"The variable NEMOTRON_ENV_FILE names {path}, which is no file.")
     return path, [] if path is None else _reader(0).profiles(read(path))
-
-
-def _not_found(name: str, known: list[str]) -> str:
-    meant = nearest(name, known)
-    hint = f" Did you mean {meant!r}?" if meant else ""
-    if name == "auto" or ":" in name:
-        hint = f" For a cluster's address give RayExecutor(address={name!r})."
-    where = ", ".join(map(str, folders()))
-    return (
-        f"There is no cluster file of the name {name!r}.{hint} Looked for {name}.yaml, .yml and "
-        f".toml in {where or 'no folder: ./cluster_configs and ~/.config/nemo_run_ray are absent'}."
-        " `nemo-run-ray clusters` lists all; `nemo-run-ray init` writes one."
-    )

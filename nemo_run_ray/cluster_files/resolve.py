@@ -209,14 +209,17 @@ def values_of(executor: RayExecutor, document: Document) -> dict[str, Any]:
     images = [executor.image, of_pool.pop("image", None), of_file.pop("image", None)]
     image = next((image for image in images if image is not None), None)
     below = [_of_image(image, document), of_file, of_pool]
+    plain = RayExecutor()
     values: dict[str, Any] = {}
     for name in _default_fields():
         layers = [layer[name] for layer in below if name in layer]
         if name in _JOINED:
             layers.append(getattr(executor, name))
             values[name] = {key: value for layer in layers for key, value in layer.items()}
-        elif layers and not executor.has_own(name):
-            values[name] = layers[-1]
+        elif layers and name not in executor.given_fields:
+            # A list of the executor's may have been added to.
+            is_default = getattr(executor, name) == getattr(plain, name)
+            values[name] = layers[-1] if is_default else getattr(executor, name)
     if executor.preflight is None:
         values["preflight"] = file.preflight.enabled
     return values

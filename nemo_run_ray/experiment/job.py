@@ -34,7 +34,7 @@ from nemo_run_ray.errors import (
     ConfigError,
     JobError,
     NemoRunRayError,
-    StillGoesOn,
+    StillRunning,
     StreamCut,
     Unanswered,
 )
@@ -392,7 +392,7 @@ class RemoteJob:
         Raises:
             ConfigError: the time is negative.
             JobError: it will never start, since it never reached the cluster.
-            StillGoesOn: it has not ended in that time; it is a ``TimeoutError`` too.
+            StillRunning: it has not ended in that time; it is a ``TimeoutError`` too.
         """
         if timeout_s is not None and not timeout_s >= 0:
             raise ConfigError(f"The timeout_s of a wait is {timeout_s!r}; it must be 0 or more.")
@@ -406,7 +406,7 @@ class RemoteJob:
             if self._never_starts(status):
                 raise JobError(f"The job {self.id} will not start. {status.message}")
             if deadline is not None and time.monotonic() >= deadline:
-                raise StillGoesOn(
+                raise StillRunning(
                     f"The job {self.id} is {status.state.value} after {timeout_s:.0f} s; it goes "
                     "on. Wait again, or cancel it."
                 )

@@ -46,7 +46,12 @@ from nemo_run_ray.experiment.store import INTENT, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
+<<<<<<< HEAD
 from nemo_run_ray.plan.job import JobPlan, describe, in_folder, plan
+=======
+from nemo_run_ray.nemo.interrupt import interrupt
+from nemo_run_ray.plan.job import JobPlan, describe, plan
+>>>>>>> 202b1d5 (Check fields by fewer kinds of checks, and plan with fewer conversions)
 from nemo_run_ray.remote.status import JobState, JobStatus, Phase, Reason
 
 
@@ -164,8 +169,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if is_running:
             interrupt.watch(experiment_id)
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
-        if planned.runs_here:
-            planned = in_folder(planned, str(Path.cwd()))
         batch = self._batch(cfg)
         planned, place = self._in_order(planned, batch)
         _check_id(planned, batch)

@@ -7,10 +7,10 @@ line of JSON for each element with a value for each target (``remote/array/eleme
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -28,16 +28,21 @@ from torchx.specs import Role
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor, check_guard
-from nemo_run_ray.fields import is_whole, refuse_credentials
-from nemo_run_ray.plan.roles import ARRAY, argv_of, array_role, has_torchrun
+from nemo_run_ray.fields import one_of, refuse_credentials, whole
+from nemo_run_ray.plan.roles import (
+    ARRAY,
+    argv_of,
+    has_torchrun,
+    one_process,
+    refuse_fields,
+    variable,
+)
 from nemo_run_ray.remote.array.elements_file import ENV, ENVS, FIELD, NAME, TASK, WORD, WORDS
 from nemo_run_ray.remote.node.command import modules_in
 from nemo_run_ray.remote.spec import ArraySpec
 
 #: Limits of all elements' values together, and of one element's.
 ARRAY_MAX_BYTES, ELEMENT_MAX_BYTES = 64 * 1024**2, 32 * 1024
-#: Elements of an array: each is a line of the file that is sent, of four bytes at least.
-ELEMENTS_MAX = 16 * 1024**2
 #: Values of each field, a mapping for each element, or a file of such mappings.
 Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
 #: The fields of a run.Script that say what is run; ``env`` is apart.
@@ -104,14 +109,9 @@ def array(
     Raises:
         ConfigError: an argument is wrong, a field does not exist, or a value cannot be sent.
     """
-    for option, value, allowed in (
-        ("isolation", isolation, ("fork", "process")),
-        ("combine", combine, ("product", "zip")),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"{option} is {value!r}; expected is one of {', '.join(allowed)}.")
-    if max_failures is not None and not is_whole(max_failures, 0):
-        raise ConfigError(f"max_failures is {max_failures!r}; expected is a whole number from 0.")
+    one_of("fork", "process")("isolation", isolation)
+    one_of("product", "zip")("combine", combine)
+    whole(0, none=True)("max_failures", max_failures)
     header: dict[str, Any] = {"max_failures": max_failures, "runs": isolation}
     if isinstance(task, (list, tuple)):
         if over is not None:
@@ -164,10 +164,9 @@ def _rows_of_tasks(
         )
     for name, task in zip(names, tasks, strict=True):
         if isinstance(task, run.Script):
-            if not all(isinstance(text, str) for item in task.env.items() for text in item):
-                raise ConfigError(f"The env of the task {name!r} is not a mapping of texts.")
             refuse_credentials(f"The env of the task {name!r}", task.env)
-            yield [name, {field: getattr(task, field) for field in _SCRIPT_FIELDS}, task.env]
+            env = {key: variable(key, value) for key, value in task.env.items()}
+            yield [name, {field: getattr(task, field) for field in _SCRIPT_FIELDS}, env]
         else:
             yield [name, _template(task), {}]
 
@@ -201,12 +200,21 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
             "experiment by itself: experiment.add(array(...), executor=...)."
         )
     (role,) = roles
-    _check_executor(executor)
+    refuse_fields(
+        executor,
+        _OF_ONE_PROCESS,
+        "and each element of an array is one process. Leave it out, or run the task as a job of "
+        "its own.",
+    )
+    if has_torchrun(executor):
+        raise ConfigError("RayExecutor.launcher is torchrun, and an array's elements have none.")
+    if executor.retries > 200:
+        raise ConfigError(f"RayExecutor.retries is {executor.retries}; an element has 200 at most.")
     name = os.path.basename(role.args[0])
     path = Path(executor.job_dir, SCRIPTS_DIR, name)
-    with path.open(encoding="utf-8") as file:
-        header = json.loads(next(line for line in file if line.startswith("{")))
-    words, targets, templates = ["python"], [(NAME,), (TASK,), (ENVS,)], [header.get("template")]
+    header = _header(path.read_text(encoding="utf-8"))
+    words, targets = ["python"], [(NAME,), (TASK,), (ENVS,)]
+    templates: Sequence[Any] = [header.get("template")]
     if "script" in header:
         words = _command(header["script"], path.with_name(f"element-{name}"))
     if "script" not in header and "template" not in header:
@@ -219,7 +227,9 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
             modules.update(modules_in(template))
     if "__main__" in modules:
         check_guard()
-    host = array_role(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
+    host = one_process(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
+    if executor.cpus_per_node is None:
+        host = host._replace(resources={"CPU": 1.0, **host.resources})
     return ArraySpec(
         host=host,
         elements=f"{SCRIPTS_DIR}/{name}",
@@ -254,25 +264,6 @@ def _with_commands(path: Path, executor: RayExecutor) -> list[str]:
     return templates
 
 
-def _check_executor(executor: RayExecutor) -> None:
-    """Check that the executor asks for nothing that an array has not.
-
-    Raises:
-        ConfigError: the first field that does.
-    """
-    plain = RayExecutor()
-    for field in _OF_ONE_PROCESS:
-        if getattr(executor, field) != getattr(plain, field):
-            raise ConfigError(
-                f"RayExecutor.{field} is {getattr(executor, field)!r}, and each element of an "
-                "array is one process. Leave it out, or run the task as a job of its own."
-            )
-    if has_torchrun(executor):
-        raise ConfigError("RayExecutor.launcher is torchrun, and an array's elements have none.")
-    if executor.retries > 200:
-        raise ConfigError(f"RayExecutor.retries is {executor.retries}; an element has 200 at most.")
-
-
 def _command(script: Mapping[str, Any], file: Path) -> list[str]:
     """The command of a script; what is written inline becomes a file."""
     words: list[str] = run.Script(**script).to_command(with_entrypoint=True, filename=str(file))
@@ -296,8 +287,8 @@ def _name(task: run.Partial[Any] | run.Script) -> str:
 
 
 def _header(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text.partition("\n")[0])
-    return found
+    header: dict[str, Any] = json.loads(next(line for line in text.split("\n") if line[:1] == "{"))
+    return header
 
 
 # ---------------------------------------------------------------------- the task
@@ -346,19 +337,18 @@ def _in_fiddles_classes(task: run.Partial[Any]) -> fdl.Buildable[Any]:
 def _must_have(task: run.Partial[Any], field: str) -> None:
     """Check that a path leads to a field of the configuration."""
     target: Any = task
-    names = field.split(".")
-    for at, name in enumerate(names):
-        known, takes_any = [], False
-        if isinstance(target, fdl.Buildable):
-            known = list(target.__signature_info__.parameters)
-            takes_any = target.__signature_info__.has_var_keyword
-        elif isinstance(target, list):
-            known = [str(place) for place in range(len(target))]
-        if name not in known and not takes_any:
-            where = ".".join(names[:at]) or _name(task)
-            has = f"it has {', '.join(known)}" if known else f"it is a {type(target).__name__}"
-            raise ConfigError(f"There is no field {field!r}: {where} has no {name!r}; {has}.")
-        target = target[int(name)] if isinstance(target, list) else getattr(target, name, None)
+    *above, last = field.split(".")
+    try:
+        for name in above:
+            target = target[int(name)] if isinstance(target, list) else getattr(target, name)
+        if isinstance(target, list):
+            target[int(last)]
+        elif isinstance(target, fdl.Buildable):
+            setattr(copy.copy(target), last, None)
+        else:
+            raise TypeError(f"a {type(target).__name__} has no fields")
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(f"There is no field {field!r} in {_name(task)}: {error}") from error
 
 
 # ---------------------------------------------------------------------- the values
@@ -381,22 +371,11 @@ def _elements(over: Over | None, combine: str) -> Iterator[Any]:
                 f"The values of the field {name!r} are {values!r}; expected is a list, with "
                 "a value for each element."
             )
-    columns = [list(itertools.islice(values, ELEMENTS_MAX + 1)) for values in over.values()]
-    if combine == "zip":
-        if len({len(column) for column in columns}) > 1:
-            lengths = ", ".join(
-                f"{name}: {len(column)}" for name, column in zip(over, columns, strict=True)
-            )
-            raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
-        rows: Iterable[tuple[Any, ...]] = zip(*columns, strict=True)
-    else:
-        count = math.prod(len(column) for column in columns)
-        if count > ELEMENTS_MAX:
-            raise ConfigError(
-                f"`over` gives {count:,} elements, and an array has {ELEMENTS_MAX:,} at most. Let "
-                "each element do more, or make several arrays."
-            )
-        rows = itertools.product(*columns)
+    columns = [list(values) for values in over.values()]
+    lengths = dict(zip(over, map(len, columns), strict=True))
+    if combine == "zip" and len(set(lengths.values())) > 1:
+        raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
+    rows = zip(*columns, strict=True) if combine == "zip" else itertools.product(*columns)
     return (dict(zip(over, row, strict=True)) for row in rows)
 
 
@@ -428,11 +407,10 @@ def _rows_of(elements: Iterator[Any]) -> tuple[list[str], Iterator[Sequence[Any]
 
     def values() -> Iterator[Sequence[Any]]:
         for number, row in enumerate(itertools.chain([first], elements)):
-            if not isinstance(row, Mapping) or set(row) != set(first):
-                found = list(row) if isinstance(row, Mapping) else row
+            if not isinstance(row, Mapping) or row.keys() != first.keys():
                 raise ConfigError(
-                    f"The element {number} of the array is {found!r}; every element gives a value "
-                    f"for the same fields, which are {list(first)} in the first one."
+                    f"The element {number} of the array is {row!r:.200}; every element gives a "
+                    f"value for the same fields, which are {list(first)} in the first one."
                 )
             yield [row[name] for name in first]
 
@@ -442,12 +420,7 @@ def _rows_of(elements: Iterator[Any]) -> tuple[list[str], Iterator[Sequence[Any]
 def _lines_of(
     fields: Sequence[str], rows: Iterable[Sequence[Any]], is_script: bool
 ) -> Iterator[str]:
-    """The line of each element.
-
-    Args:
-        fields: their names.
-        rows: their values, for each element.
-        is_script: values are words and variables.
+    """The line of each element; values of a script are words and variables.
 
     Raises:
         ConfigError: a value cannot be sent.
@@ -463,17 +436,10 @@ def _lines_of(
                 "numbers, None, lists and mappings of them."
             ) from error
         if len(line) > ELEMENT_MAX_BYTES:
-            is_task = fields[0] == "task"
-            what = f"bytes of the task {row[0]!r}" if is_task else "bytes of values"
-            step = (
-                "Tasks that share a configuration are smaller as `over` of one task; else let it "
-                "name a file that the nodes can read"
-                if is_task
-                else "Put them into a file that the nodes can read, and give its name"
-            )
             raise ConfigError(
-                f"The element {number} of the array has {len(line)} {what}, and "
-                f"{ELEMENT_MAX_BYTES} are sent at most. {step}."
+                f"The element {number} of the array has {len(line)} bytes, and {ELEMENT_MAX_BYTES} "
+                "are sent at most. Put its values into a file that the nodes can read, and give "
+                "its name; tasks that share a configuration are smaller as `over` of one task."
             )
         yield line
 

@@ -23,11 +23,21 @@ from nemo_run_ray.cloud.source import (
     write_tar_gz,
 )
 from nemo_run_ray.errors import ConfigError, PackagingFailed
-from nemo_run_ray.fields import strict_init
+from nemo_run_ray.fields import allow, every, strict_init
 from nemo_run_ray.plan.roles import CODE_DIR
 
 #: Folders, and files of these names, that are never code: those of version control.
 _SKIPPED = (".git", ".hg", ".svn")
+
+_FIELDS = {
+    "path": allow(
+        lambda value: isinstance(value, (str, os.PathLike)) and os.fspath(value),
+        "the path of a folder or a zip",
+    ),
+    "exclude": every(
+        lambda value: isinstance(value, str), "a list of patterns, such as ['data', '*.ckpt']"
+    ),
+}
 
 
 @strict_init
@@ -56,16 +66,8 @@ class FolderPackager(Packager):
     _field: ClassVar[str] = "FolderPackager.path"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
-            raise ConfigError(
-                f"FolderPackager.path is {self.path!r}; allowed is the path of a folder or a zip."
-            )
-        texts = isinstance(self.exclude, list) and all(isinstance(p, str) for p in self.exclude)
-        if not texts:
-            raise ConfigError(
-                f"FolderPackager.exclude is {self.exclude!r}; allowed is a list of patterns, such "
-                "as ['data', '*.ckpt']."
-            )
+        for name, check in _FIELDS.items():
+            check(f"FolderPackager.{name}", getattr(self, name))
         # The job may be planned, or resumed, by a process that is in another folder.
         self.path = os.path.abspath(os.path.expanduser(os.fspath(self.path)))
 

@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_run.core.packaging.base import Packager
@@ -18,7 +18,7 @@ from torchx.specs import AppDef
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.fields import is_container, resolve_runtime_env
+from nemo_run_ray.fields import resolve_runtime_env
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.plan.roles import (
     ARRAY,
@@ -26,6 +26,7 @@ from nemo_run_ray.plan.roles import (
     group_spec,
     needs_group_driver,
     packagers,
+    refuse_fields,
     task_spec,
 )
 from nemo_run_ray.remote.spec import (
@@ -48,8 +49,8 @@ REMOTE_PACKAGE = "nemo_run_ray_remote"
 _STOP_MARGIN_S = 10
 #: Starts of a dispatcher, and of an array's driver, by their jobs when they are killed.
 _DISPATCHER_STARTS, _ARRAY_STARTS = 100, 20
-#: Longest startup command that a dry run shows whole, and the lines it shows of a longer one.
-_LINES_MAX, _SHOWN_LINES = 40, 3
+#: Lines of the longest startup command that a dry run shows whole.
+_LINES_MAX = 40
 #: Credentials in the address of a package index.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
@@ -66,7 +67,6 @@ class JobPlan:
         runtime_env: the user's, to which the archives are added.
         packagers: of the roles whose code is sent, by the role's name.
         secret_places: by name, the other variables or files that hold the values of secrets.
-        runs_here: the code stays where it is.
         after: names of the experiment's jobs on this cluster that must have succeeded.
         outside: handles of other experiments' jobs that must have succeeded; the planned one has
             names of experiments too, which the scheduler looks up.
@@ -84,7 +84,6 @@ class JobPlan:
     runtime_env: dict[str, Any] = field(default_factory=dict)
     packagers: dict[str, Packager] = field(default_factory=dict)
     secret_places: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    runs_here: bool = False
     after: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
     retries: int = 0
@@ -216,7 +215,8 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         spec = group_spec(app, executor)
         pending_timeout_s = None  # the driver gives up, as it knows whether the group is placed
     else:
-        _check_alone(executor)
+        why = "but the task is alone: it is for the roles of a group (`experiment.add([…], …)`)."
+        refuse_fields(executor, ("service", "ready"), why)
         spec = task_spec(app.roles[0], executor)
         # The variables behind NeMo-Run's macros.
         alone = {"HEAD_NODE_IP": "127.0.0.1", "NPROC_PER_NODE": str(executor.ntasks_per_node)}
@@ -234,7 +234,6 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         runtime_env=runtime_env,
         packagers=packagers(app, executor),
         secret_places=joined_places(source.secret_places for source in sources),
-        runs_here=executor.resolve_cluster().runs_here,
         outside=tuple(executor.dependencies),
         retries=executor.retries,
         permanent_exit_codes=permanent,
@@ -264,15 +263,6 @@ def joined_places(
     return joined
 
 
-def _check_alone(executor: RayExecutor) -> None:
-    for name in ("service", "ready"):
-        if getattr(executor, name):
-            raise ConfigError(
-                f"RayExecutor.{name} is {getattr(executor, name)!r}, but the task is alone: "
-                "services and probes are for the roles of a group (`experiment.add([…], …)`)."
-            )
-
-
 def _reservation(executor: RayExecutor) -> dict[str, Any]:
     """The fields of Ray's request; ``cpus_per_node=0`` reserves none, where Ray reserves one."""
     asked = {
@@ -286,26 +276,6 @@ def _reservation(executor: RayExecutor) -> dict[str, Any]:
         **(cpus if executor.cpus_per_node is not None else {}),
         **{name: amount for name, amount in asked.items() if amount},
     }
-
-
-def in_folder(planned: JobPlan, cwd: str) -> JobPlan:
-    """The plan of a job on this machine: a task without code runs in the caller's folder."""
-
-    def task_here(task: JobSpec) -> JobSpec:
-        return task if task.has_code else task._replace(cwd=cwd)
-
-    def role_here(role: RoleSpec) -> RoleSpec:
-        # A container does not have the caller's folder.
-        return role if is_container(role.runtime_env) else role._replace(task=task_here(role.task))
-
-    spec = planned.spec
-    if isinstance(spec, JobSpec):
-        spec = task_here(spec)
-    elif isinstance(spec, ArraySpec):
-        spec = spec._replace(host=role_here(spec.host))
-    else:
-        spec = spec._replace(roles=tuple(map(role_here, spec.roles)))
-    return replace(planned, spec=spec)
 
 
 # ---------------------------------------------------------------------- the shell lines
@@ -369,20 +339,37 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
         uploads: what would be uploaded, in words.
     """
     spec = planned.spec
-    rows = [("Ray job", planned.submission_id), ("cluster", cluster), *_describe_turn(planned)]
+    rows: _Rows = [("Ray job", planned.submission_id), ("cluster", cluster)]
+    if planned.after or planned.outside:
+        rows.append(("after", ", ".join([*planned.after, *planned.outside])))
+    if planned.retries and planned.needs_dispatcher:
+        codes = ", ".join(map(str, planned.permanent_exit_codes))
+        unless = f", unless it ends with exit code {codes}" if codes else ""
+        rows.append(("retries", f"{planned.retries}{unless}"))
+    if planned.max_in_flight is not None:
+        rows.append(("at once", f"{planned.max_in_flight} of the experiment's jobs"))
+    if planned.pending_timeout_s is not None:
+        rows.append(("give up", f"when not placed within {planned.pending_timeout_s:g} s"))
+    if planned.time_s is not None:
+        rows.append(("starts", f"when its allocation lasts {planned.time_s:g} s more"))
     sends = [("sends", upload) for upload in uploads]
     if isinstance(spec, JobSpec):
         rows += [*_describe_task(spec, planned.reservation, planned.runtime_env), *sends]
     elif isinstance(spec, ArraySpec):
-        rows += [*_describe_array(spec), *sends]
+        targets = (" ".join(str(part) for part in target if part) for target in spec.targets)
+        rows.append(("elements", f"of {spec.elements}; each changes {', '.join(targets)}"))
+        rows.append(("at once", spec.max_in_flight or "as many as there is room for"))
+        rows.append(("retries", f"{spec.retries} of each element"))
+        if spec.max_failures is not None:
+            rows.append(("ends", f"when more than {spec.max_failures} elements have failed"))
+        rows += [*_describe_role(spec.host), *sends]
     else:
         rows += [("strategy", f"{spec.strategy}, all {len(spec.roles)} role(s) at once or none")]
         rows += sends
         for role in spec.roles:
             kind = "service" if role.service else "primary"
             copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
-            rows += [("", ""), ("role", f"{role.name}, {kind}, {copies}")]
-            rows += _describe_role(role)
+            rows += [("", ""), ("role", f"{role.name}, {kind}, {copies}"), *_describe_role(role)]
     return "\n".join(f"{title:<10}{value}".rstrip() for title, value in rows)
 
 
@@ -401,34 +388,6 @@ def _describe_role(role: RoleSpec) -> _Rows:
     return rows
 
 
-def _describe_array(spec: ArraySpec) -> _Rows:
-    at_once = "as many as there is room for" if spec.max_in_flight is None else spec.max_in_flight
-    changed = ", ".join(" ".join(str(part) for part in target if part) for target in spec.targets)
-    rows: _Rows = [("elements", f"of {spec.elements}; each changes {changed}")]
-    rows += [("at once", at_once), ("retries", f"{spec.retries} of each element")]
-    if spec.max_failures is not None:
-        rows.append(("ends", f"when more than {spec.max_failures} elements have failed"))
-    return rows + _describe_role(spec.host)
-
-
-def _describe_turn(planned: JobPlan) -> _Rows:
-    """The rows about what the dispatcher will do."""
-    rows: _Rows = []
-    if planned.after or planned.outside:
-        rows.append(("after", ", ".join([*planned.after, *planned.outside])))
-    if planned.retries and planned.needs_dispatcher:
-        codes = ", ".join(str(code) for code in planned.permanent_exit_codes)
-        unless = f", unless it ends with exit code {codes}" if codes else ""
-        rows.append(("retries", f"{planned.retries}{unless}"))
-    if planned.max_in_flight is not None:
-        rows.append(("at once", f"{planned.max_in_flight} of the experiment's jobs"))
-    if planned.pending_timeout_s is not None:
-        rows.append(("give up", f"when not placed within {planned.pending_timeout_s:g} s"))
-    if planned.time_s is not None:
-        rows.append(("starts", f"when its allocation lasts {planned.time_s:g} s more"))
-    return rows
-
-
 def _describe_task(
     spec: JobSpec, reserves: Mapping[str, Any], runtime_env: Mapping[str, Any]
 ) -> _Rows:
@@ -438,7 +397,7 @@ def _describe_task(
     for command in spec.startup:
         shown = command.splitlines()
         if len(shown) > _LINES_MAX:
-            shown[_SHOWN_LINES:] = [f"… ({len(shown) - _SHOWN_LINES} more lines)"]
+            shown[3:] = [f"… ({len(shown) - 3} more lines)"]
         rows.append(("before", f"\n{'':10}".join(shown)))
     rows.append(("reserves", _listed(reserves) or "nothing"))
     if spec.python:

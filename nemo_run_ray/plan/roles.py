@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import re
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,12 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor, check_guard
 from nemo_run_ray.fields import (
     brings_python,
-    environments,
     is_container,
     refuse_credentials,
     resolve_runtime_env,
 )
 from nemo_run_ray.remote.node.command import modules_of
 from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, RoleSpec, env_key
-
-log = logging.getLogger(__name__)
 
 #: The entrypoint of an array for NeMo-Run; in its place the cluster runs the array's driver.
 ARRAY = "nemo_run_ray.array"
@@ -73,17 +69,21 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     refuse_credentials(f"The env of the task {role_name(role, executor)}", role.env)
     argv = argv_of(role, executor)
     _check_guard(argv, executor)
+    has_code = _code_packager(executor) is not None
+    # A container does not have the caller's folder.
+    is_here = executor.resolve_cluster().runs_here and not is_container(executor.runtime_env)
     return JobSpec(
         argv=tuple(argv),
         # NeMo-Run has put the variables of the code into role.env; a cluster file may have more.
         env={
-            name: replace_macros(_variable(name, value), executor)
+            name: replace_macros(variable(name, value), executor)
             for name, value in {**executor.env_vars, **role.env}.items()
         },
         python=_python(executor),
         grace_s=executor.grace_s,
         keep_run_dir=executor.keep_run_dir,
-        has_code=_code_packager(executor) is not None,
+        cwd=os.getcwd() if is_here and not has_code else None,
+        has_code=has_code,
         secrets=tuple(executor.secrets),
         login_shell=executor.entrypoint_shell == "login",
         startup=tuple(executor.startup_commands),
@@ -92,11 +92,10 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
 
 def _check_guard(argv: list[str], executor: RayExecutor) -> None:
     """Refuse the launch of a function that the node could not find in the program's file."""
-    config = config_of(argv)
-    if config is None:
+    if _RUNNER not in argv or not argv[-1].startswith(_CONFIGS):
         return
+    path = Path(executor.job_dir, "configs", argv[-1].removeprefix(_CONFIGS))
     try:
-        path = Path(executor.job_dir, config.removeprefix("nemo_run/"))
         modules = modules_of(path.read_text(encoding="ascii"))
     except (OSError, ValueError, zlib.error):
         return  # a NeMo-Run that writes it otherwise
@@ -104,7 +103,8 @@ def _check_guard(argv: list[str], executor: RayExecutor) -> None:
         check_guard()
 
 
-def _variable(name: object, value: object) -> str:
+def variable(name: object, value: object) -> str:
+    """The value of a task's variable, if both are texts."""
     if not isinstance(name, str) or not isinstance(value, str):  # run.Script takes any
         raise ConfigError(
             f"The task's env has the name {name!r} with a value of type {type(value).__name__}; "
@@ -120,14 +120,6 @@ def _python(executor: RayExecutor) -> str | None:
     ``None`` is what the node's ``PATH`` gives, where Ray has put the Python of ``pip``, ``uv`` or
     ``conda`` first, and in a container that of the image.
     """
-    unseen = environments(executor.runtime_env)
-    if executor.python is not None and unseen:
-        log.warning(
-            "RayExecutor.python is %r: the task runs by it, and sees nothing of what %s of its "
-            "runtime_env installs. Leave one of them out.",
-            executor.python,
-            " and ".join(unseen),
-        )
     if executor.python is not None or brings_python(executor.runtime_env):
         return executor.python
     return executor.resolve_cluster().python
@@ -139,7 +131,9 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
     Raises:
         ConfigError: the roles do not go together; the message names role and field.
     """
-    _check_whole(executor)
+    if executor.resource_group:
+        why = "where it does nothing, for a whole group; set it on the executors of the roles."
+        refuse_fields(executor, _OF_ROLES, why)
     executors = _executors(app, executor)
     roles = []
     for role, own in zip(app.roles, executors, strict=True):
@@ -227,16 +221,14 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
     launched = has_torchrun(executor)
     processes = 1 if launched else executor.ntasks_per_node
     several = executor.nodes * executor.ntasks_per_node > 1
-    task = task_spec(role, executor)
+    spec = one_process(role, executor)
     ports = dict(executor.ports)
     if several:
         ports[RENDEZVOUS] = 0
-        argv = tuple(with_free_rendezvous(word, executor) for word in task.argv)
-        task = task._replace(argv=argv)
+        argv = tuple(with_free_rendezvous(word, executor) for word in spec.task.argv)
+        spec = spec._replace(task=spec.task._replace(argv=argv))
     _check_service(name, executor, count)
-    return RoleSpec(
-        name=name,
-        task=task,
+    return spec._replace(
         replicas=executor.nodes,
         processes=processes,
         ranked=several and not launched,
@@ -244,21 +236,16 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
         restarts=executor.retries,
         ports=ports,
         ready=executor.ready.spec() if executor.ready is not None else None,
-        resources=_resources(executor),
-        label_selector=dict(executor.label_selector),
-        runtime_env=resolve_runtime_env(executor.runtime_env),
     )
 
 
-def array_role(role: Role, executor: RayExecutor) -> RoleSpec:
-    """A host of an array's elements: what one of them runs and reserves, a CPU if nothing is
-    said."""
-    resources = {"CPU": 1.0} if executor.cpus_per_node is None else {}
-    resources.update(_resources(executor))
+def one_process(role: Role, executor: RayExecutor) -> RoleSpec:
+    """A role of one process: what it runs and reserves."""
     return RoleSpec(
         name=role_name(role, executor),
         task=task_spec(role, executor),
-        resources=resources,
+        # Ray refuses an empty bundle; a byte of memory is what every node can spare.
+        resources=amounts_of(executor) or {"memory": 1},
         label_selector=dict(executor.label_selector),
         runtime_env=resolve_runtime_env(executor.runtime_env),
     )
@@ -273,11 +260,6 @@ def amounts_of(executor: RayExecutor) -> dict[str, float]:
         **executor.resources_per_node,
     }
     return {name: amount for name, amount in asked.items() if amount}
-
-
-def _resources(executor: RayExecutor) -> dict[str, float]:
-    # Ray refuses an empty bundle; a byte of memory is what every node can spare.
-    return amounts_of(executor) or {"memory": 1}
 
 
 def _with_strategy(
@@ -300,7 +282,8 @@ def _with_strategy(
     return "PACK", spread
 
 
-_RUNNER = "nemo_run.core.runners.fdl_runner"
+#: NeMo-Run's program for a function, and the folder of its configuration.
+_RUNNER, _CONFIGS = "nemo_run.core.runners.fdl_runner", "/nemo_run/configs/"
 #: NeMo-Run's macros in a command: ``$$${name}`` is the variable's value, ``${name}`` its name.
 _MACRO = re.compile(r"(\$\$)?\$\{(\w+)\}")
 #: Fields of NeMo-Run's FaultTolerance that its component takes as they are.
@@ -382,13 +365,6 @@ def replace_macros(text: str, executor: RayExecutor) -> str:
     return _MACRO.sub(replace_one, text)
 
 
-def config_of(argv: list[str]) -> str | None:
-    """The path of NeMo-Run's serialised task, below the root of the run directory."""
-    if _RUNNER not in argv or not argv[-1].startswith("/nemo_run/configs/"):
-        return None
-    return argv[-1].lstrip("/")
-
-
 def _unquote(word: str) -> str:
     try:
         parts = shlex.split(word)
@@ -423,22 +399,17 @@ _OF_ROLES = (
 )
 
 
-def _check_whole(executor: RayExecutor) -> None:
-    """Refuse what a plug-in sets on the executor of a whole group, where it would do nothing."""
-    if not executor.resource_group:
-        return
+def refuse_fields(executor: RayExecutor, names: Sequence[str], why: str) -> None:
+    """Refuse fields that would do nothing.
+
+    Raises:
+        ConfigError: one of them has another value than its default.
+    """
     plain = RayExecutor()
-    for name in _OF_ROLES:
-        if getattr(executor, name) != getattr(plain, name):
-            raise ConfigError(
-                f"RayExecutor.{name} of a whole group is {getattr(executor, name)!r}, where it "
-                "does nothing; set it on the executors of the roles."
-            )
-    if executor.grace_s != max(member.grace_s for member in executor.resource_group):
-        raise ConfigError(
-            f"RayExecutor.grace_s of a whole group is {executor.grace_s!r}, where it does nothing; "
-            "set it on the executors of the roles."
-        )
+    for name in names:
+        value = getattr(executor, name)
+        if value != getattr(plain, name):
+            raise ConfigError(f"RayExecutor.{name} is {value!r}, {why}")
 
 
 def _check_service(name: str, executor: RayExecutor, count: int) -> None:
@@ -465,32 +436,17 @@ def _check_service(name: str, executor: RayExecutor, count: int) -> None:
 
 def _check_roles(roles: list[RoleSpec]) -> None:
     """Refuse roles that share a name or a variable, and a group of nothing but services."""
-    names: set[str] = set()
-    owners: dict[str, str] = {}
+    by_key: dict[str, RoleSpec] = {}
     for role in roles:
-        if role.name in names:
+        other = by_key.setdefault(env_key(role.name), role)
+        if other is not role:
             raise ConfigError(
-                f"Two roles of the group have the name {role.name!r}; give each executor a "
-                "RayExecutor.role of its own."
+                f"The roles {other.name!r} and {role.name!r} of the group would share the variable "
+                f"NEMO_RUN_{env_key(role.name)}_HOST; give each a RayExecutor.role of its own."
             )
-        names.add(role.name)
-        for variable, owner in _variables_of(role):
-            other = owners.setdefault(variable, owner)
-            if other != owner:
-                raise ConfigError(
-                    f"The {other} and the {owner} would share the variable {variable}; rename one "
-                    "of them, by RayExecutor.role or in RayExecutor.ports."
-                )
     if all(role.service for role in roles):
+        names = ", ".join(sorted(role.name for role in roles))
         raise ConfigError(
-            f"The group has no primary role: {', '.join(sorted(names))} are services, and services "
-            "run until the primaries are done. Leave RayExecutor.service out of one."
+            f"The group has no primary role: {names} are services, and services run until the "
+            "primaries are done. Leave RayExecutor.service out of one."
         )
-
-
-def _variables_of(role: RoleSpec) -> Iterator[tuple[str, str]]:
-    """The variables that tell of a role, each with the role or the port that it is about."""
-    prefix = f"NEMO_RUN_{env_key(role.name)}"
-    yield f"{prefix}_HOST", f"role {role.name!r}"
-    for port in role.ports:
-        yield f"{prefix}_PORT_{env_key(port)}", f"port {port!r} of the role {role.name!r}"

@@ -47,24 +47,6 @@ def test_a_wrong_field_is_one_paragraph(tmp_path):
     ]
 
 
-def test_a_cluster_that_nobody_reaches_is_one_paragraph(tmp_path):
-    """Who catches the error has its cause; what is printed in the end has not."""
-    program = _UNREACHABLE.replace("\nrun.run", "\ntry:\n    run.run") + (
-        "except Exception as error:\n"
-        "    print('caught', type(error.__cause__).__name__)\n"
-        "    raise\n"
-    )
-    done = _run(tmp_path, program)
-    assert done.returncode == 1
-    assert "caught ConnectError" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-    error, place = done.stderr.splitlines()[-2:]
-    assert error.startswith(
-        f"nemo_run_ray.errors.Unanswered: Ray's dashboard at {_NOBODY} cannot be"
-    )
-    assert place.startswith(f"({tmp_path / 'program.py'}, line 5;")
-
-
 def test_who_asks_for_the_traceback_gets_it_with_the_causes(tmp_path):
     done = _run(tmp_path, _UNREACHABLE, **{VARIABLE: "1"})
     assert done.returncode == 1

@@ -5,7 +5,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from nemo_run.cli.cli_parser import parse_cli_args
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
-from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
 from nemo_run.core.serialization.yaml import YamlSerializer
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
@@ -81,13 +80,6 @@ def test_an_assigned_value_is_checked_again(name, value):
         executor.check()
 
 
-def test_the_cluster():
-    assert RayExecutor().resolve_cluster() == LocalCluster()
-    assert RayExecutor(address="http://h:1/").resolve_cluster() == ExistingCluster(url="http://h:1")
-    cluster = ExistingCluster(url="http://h:2")
-    assert RayExecutor(cluster=cluster).resolve_cluster() is cluster
-
-
 @pytest.fixture
 def full():
     """Every field away from its default, with texts that are hard to save."""
@@ -145,13 +137,6 @@ def test_it_survives_yaml(full):
     assert saved["grace_s"] == 0
 
 
-def test_a_built_config_is_checked():
-    config = RayExecutor().to_config()
-    config.nodes = -1
-    with pytest.raises(ConfigError, match="nodes"):
-        fdl.build(config)
-
-
 def test_the_role_is_named_when_it_is_known():
     executor = RayExecutor()
     executor.nodes = 0
@@ -188,41 +173,12 @@ def test_nemo_runs_command_line_parses_the_fields(argument, value):
     assert getattr(fdl.build(config), name) == value
 
 
-@pytest.mark.parametrize(
-    ("experiment", "task", "words"),
-    [("e_1", "lr/0.1", "task 'lr/0.1' .* such as 'lr-0.1'"), ("a/b_1", "t", "experiment 'a/b_1'")],
-)
-def test_a_name_that_would_be_several_folders_is_refused(tmp_path, experiment, task, words):
-    with pytest.raises(ConfigError, match=words):
-        RayExecutor().assign(experiment, str(tmp_path), task, task)
-
-
-def test_assign(weird_tmp_path):
-    executor = RayExecutor()
-    executor.assign("exp", str(weird_tmp_path), "task", "task dir")
-    assert executor.experiment_id == "exp"
-    assert executor.experiment_dir == str(weird_tmp_path)
-    assert executor.job_dir == str(weird_tmp_path / "task dir")
-
-
 def test_an_experiment_that_ran_is_refused(tmp_path):
     (tmp_path / LEDGER).touch()
     executor = RayExecutor()
     with pytest.raises(ConfigError, match="exp_1 has run already"):
         executor.assign("exp_1", str(tmp_path), "task", "task")
     assert executor.experiment_id is None
-
-
-def test_configs_are_written_here_and_named_as_the_task_sees_them(tmp_path):
-    executor = RayExecutor()
-    executor.assign("exp", str(tmp_path), "task", "task")
-    assert executor.package_configs(("a b", "text")) == ["/nemo_run/configs/a b"]
-    assert (tmp_path / "task" / "configs" / "a b").read_text() == "text"
-
-
-def test_only_the_base_packager_ships_nothing():
-    assert not RayExecutor(packager=Packager(debug=True)).packager_ships
-    assert RayExecutor(packager=GitArchivePackager()).packager_ships
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9}
@@ -233,14 +189,3 @@ _UNITS |= {"GiB": 2**30, "TB": 10**12, "TiB": 2**40, "PB": 10**15, "PiB": 2**50}
 def test_memory_in_every_unit(number, unit, space):
     assume(number * _UNITS[unit] <= RESOURCE_MAX)
     assert parse_memory(f"{space}{number}{space}{unit}{space}") == number * _UNITS[unit]
-
-
-@given(
-    st.text(max_size=12) | st.from_regex(r"-?\d{1,3}([.,]\d{1,3})? ?[A-Za-z]{0,3}", fullmatch=True)
-)
-def test_any_text_is_memory_or_refused(text):
-    try:
-        size = parse_memory(text)
-    except ConfigError:
-        return
-    assert size >= 0

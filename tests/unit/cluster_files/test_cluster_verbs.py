@@ -73,11 +73,6 @@ def test_profiles_for_other_executors_are_no_wrong_ones(clusters, tmp_path, monk
     assert "there is no profile 'no'" in rows["lost"]["error"]
 
 
-def test_no_files_at_all(clusters, configs):
-    assert "There are no cluster files" in clusters()
-    assert str(configs) in clusters().replace("\n", "")
-
-
 def test_every_value_with_its_line_and_secrets_masked(clusters, write, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("PROXY", "pr0xy")
@@ -101,18 +96,6 @@ def test_every_value_with_its_line_and_secrets_masked(clusters, write, monkeypat
         for secret in ("hf_abc", "pr0xy", "l1teral"):
             assert secret not in text
     assert "team-a.yaml:2" in clusters("team-a")
-
-
-def test_a_missing_variable_does_not_keep_the_rest_from_being_seen(clusters, write):
-    write("cluster: {address: 'http://head:8265'}\nenv: {required: [NO_SUCH_DATA]}\n")
-    shown = clusters("team-a").replace("\n", " ")
-    assert "http://head:8265" in shown
-    assert "NO_SUCH_DATA" in shown
-
-
-def test_a_name_that_there_is_not(clusters, write):
-    write("")
-    clusters("team-b", code=1)
 
 
 def test_up_and_down_are_for_the_embedded_ray_of_a_file(write):

@@ -19,13 +19,6 @@ def test_an_entry_is_a_name_an_image_or_a_pattern(image, key):
     assert labels_of(image, _file(image_labels={key: {"pool": "gpu"}})) == {"pool": "gpu"}
 
 
-def test_a_pattern_is_one_of_images_not_of_names():
-    file = _file(image_labels={"vll?": {"pool": "gpu"}})
-
-    assert labels_of("vllm", file) == {}
-    assert labels_of("vllx", file) == {"pool": "gpu"}
-
-
 def test_two_names_of_an_image_have_their_own_nodes():
     names = {"vllm": VLLM, "client": VLLM}
     entries = {"vllm": {"pool": "gpu"}, "client": {"pool": "cpu"}, "vllm/*": {"site": "a"}}
@@ -38,12 +31,6 @@ def test_two_names_of_an_image_have_their_own_nodes():
     assert "'gpu' for the one and 'cpu'" in str(caught.value)
     exact = ClusterFile(images=names, image_labels={**entries, VLLM: {"pool": "tpu"}})
     assert labels_of(VLLM, exact) == {"pool": "tpu", "site": "a"}
-
-
-def test_an_image_with_brackets_is_itself():
-    file = ClusterFile(images={"odd": "repo/[a]:1"}, image_labels={"odd": {"pool": "x"}})
-
-    assert labels_of("odd", file) == {"pool": "x"}
 
 
 def test_all_matching_entries_contribute_and_the_first_wins_a_label():

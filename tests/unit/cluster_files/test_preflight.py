@@ -34,10 +34,6 @@ def of(name: str, found: Inspection, asks: dict | None = None, **file) -> CheckR
     return row
 
 
-def test_nothing_is_broken_of_a_good_cluster():
-    assert {row.state for row in check(FOUND)} == {CheckState.OK}
-
-
 @pytest.mark.parametrize(
     ("version", "has_labels", "state"),
     [
@@ -52,19 +48,6 @@ def test_nothing_is_broken_of_a_good_cluster():
 def test_rays_version_against_the_labels_in_use(version, has_labels, state):
     pools = {"gpu": {"label_selector": {"kind": "x"}}} if has_labels else {}
     assert of("Ray", replace(FOUND, version=version), pools=pools).state is state
-
-
-@pytest.mark.parametrize(
-    ("there", "state"),
-    [(FOUND.python, CheckState.OK), ("3.7.9", CheckState.WARNING), ("", CheckState.UNKNOWN)],
-)
-def test_pythons_minor_version(there, state):
-    assert of("Python", replace(FOUND, python=there)).state is state
-
-
-def test_a_job_table_that_does_not_answer_leaves_the_credentials_unknown():
-    assert of("credentials", replace(FOUND, jobs=None)).state is CheckState.UNKNOWN
-    assert of("nodes", replace(FOUND, jobs=None)).state is CheckState.OK
 
 
 @pytest.mark.parametrize(
@@ -90,12 +73,6 @@ def test_where_it_is_not_told_what_is_free_a_pool_is_unknown():
     assert of("pool p", found, pools={"p": {"cpus_per_node": 9.0}}).state is CheckState.BROKEN
 
 
-def test_a_pool_of_another_dashboard_is_not_judged_by_this_one():
-    row = of("pool p", FOUND, pools={"p": {"cpus_per_node": 9.0, "address": "http://other:8265"}})
-    assert row.state is CheckState.UNKNOWN
-    assert row.next_step == "nemo-run-ray doctor --address http://other:8265"
-
-
 def test_tasks_are_looked_at_in_place_of_the_pools():
     asks = {"task train": ResourceRequest({"GPU": 1.0})}
     names = [row.check for row in check(FOUND, document(pools={"p": {}}), asks)]
@@ -118,12 +95,6 @@ def test_what_is_not_told_is_never_ok(is_strict):
         assert of(name, found, **file).state is (
             CheckState.BROKEN if is_strict else CheckState.UNKNOWN
         )
-
-
-def test_a_cluster_without_nodes():
-    found = replace(FOUND, nodes=())
-    assert of("nodes", found).state is CheckState.BROKEN
-    assert "no living node" in of("pool p", found, pools={"p": {}}).message
 
 
 def test_a_pools_fields_lie_over_the_defaults_and_those_over_the_images_labels():

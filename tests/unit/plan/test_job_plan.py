@@ -11,13 +11,11 @@ import nemo_run as run
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from nemo_run.core.execution.base import ExecutorMacros
 from nemo_run.run.torchx_backend.packaging import package
 from torchx.specs import AppDef, Role
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
+from nemo_run_ray.fields import HttpProbe
 from nemo_run_ray.ids import job_id, safe_id
 from nemo_run_ray.plan.job import (
     JobPlan,
@@ -101,10 +99,6 @@ def packed(tmp_path):
     return pack
 
 
-def test_words_stay_as_they_are():
-    assert _planned(_app("prog x", *_WORDS)).spec.argv == ("prog x", *_WORDS)
-
-
 def test_a_scripts_words_stay_as_they_are(packed):
     app, executor = packed(run.Script(path="a b.sh", args=_WORDS))
     assert plan(app, executor, "exp.job", "job").spec.argv == ("bash", "a b.sh", *_WORDS)
@@ -120,23 +114,6 @@ def test_torchruns_words_are_unquoted(packed):
     assert argv[0] == "torchrun"
     assert argv[argv.index("--nproc-per-node") + 1] == "2"
     assert argv[-len(_WORDS) - 1 :] == ("a b.py", *_WORDS)
-
-
-def test_words_of_a_script_for_torchrun_are_not_unquoted(packed):
-    """Without the launcher nobody quoted them."""
-    words = ["'quoted'", '"x"', "a\\b"]
-    app, executor = packed(run.Script(path="x.py", entrypoint="torchrun", args=words))
-    assert plan(app, executor, "exp.job", "job").spec.argv == ("torchrun", "x.py", *words)
-
-
-def test_macros():
-    macro = f"$${ExecutorMacros.NUM_NODES_VAR}"
-    spec = _planned(_app("x", f"--n={macro}", WHERE=f"$${ExecutorMacros.HEAD_NODE_IP_VAR}")).spec
-    assert spec.argv[1] == "--n=$NEMO_RUN_NUM_NODES"
-    assert spec.env["WHERE"] == "$NEMO_RUN_HEAD_NODE_IP"
-    assert spec.env["NEMO_RUN_NUM_NODES"] == "1"
-    assert spec.env["NEMO_RUN_HEAD_NODE_IP"] == "127.0.0.1"
-    assert spec.env["NEMO_RUN_NODE_RANK"] == "0"
 
 
 def test_reservations():
@@ -191,21 +168,6 @@ def test_several_codes_travel_side_by_side():
     }
 
 
-def test_only_a_groups_driver_needs_ray():
-    for planned, needs in ((_planned(_app("true")), False), (_group_plan(), True)):
-        line = planned.body({}, [], "nonce")["entrypoint"]
-        kind = "group" if needs else "task"
-        assert line == entrypoint(None, [kind, planned.spec_name, "exp.job", "nonce"])
-
-
-def test_several_roles_of_one_executor_are_refused():
-    """NeMo-Run merges the tasks of a group only after it has merged their executors."""
-    app = _app("true")
-    app.roles.append(app.roles[0])
-    with pytest.raises(ConfigError, match="2"):
-        _planned(app)
-
-
 # ---------------------------------------------------------------------- ids
 
 _names = st.text(max_size=300)
@@ -226,11 +188,6 @@ def test_an_id_is_safe_in_a_files_name_and_a_url(experiment, job):
 @given(_alike, _alike)
 def test_different_names_have_different_ids(one, two):
     assert (safe_id(one) == safe_id(two)) == (one == two)
-
-
-@given(_alike, _alike)
-def test_different_jobs_of_an_experiment_have_different_ids(one, two):
-    assert (job_id("e.x_17", one) == job_id("e.x_17", two)) == (one == two)
 
 
 # ---------------------------------------------------------------------- the line that Ray runs
@@ -294,23 +251,8 @@ def _old_python(path: Path) -> None:
     _lacking_python(path, "exit 1", "sys.version_info = (3, 6, 9); ")
 
 
-_LINES = [
-    entrypoint(None, ["task", "job", "exp.job", "nonce"]),
-    entrypoint("/opt/a b'c/python", ["task", "job", "exp.job", "nonce"]),
-    entrypoint(None, ["it's $HOME", 'a"b`c', "-x"]),
-    dispatcher_entrypoint(["/opt/a b'c/python"], "exp.dispatcher", "nonce"),
-    dispatcher_entrypoint([], "exp.dispatcher", "nonce"),
-]
+_LINE = entrypoint(None, ["task", "job", "exp.job", "nonce"])
 _GROUPS_LINE = entrypoint(None, ["group", "job", "exp.job", "nonce"])
-
-
-def test_a_person_can_read_the_line():
-    """Ray's dashboard and the head of each log show it."""
-    words = "-S -m nemo_run_ray_remote.start task train exp.train 5f0c"
-    arguments = ["task", "train", "exp.train", "5f0c"]
-    assert entrypoint("/venv/bin/python", arguments) == f"exec /venv/bin/python {words}"
-    find = 'for p in python3 python; do "$p" -S -c "" 2>/dev/null && break; done; '
-    assert entrypoint(None, arguments) == f'{find}exec "$p" {words}'
 
 
 @pytest.mark.parametrize("python", [None, sys.executable])
@@ -328,15 +270,9 @@ def test_a_python3_that_does_not_run_is_passed_over(node, tmp_path):
     """The shim of a version manager that has no version."""
     _program(tmp_path / "bin" / "python3", "#!/bin/sh\nexit 127\n")
     _python(tmp_path / "bin" / "python")
-    assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
+    assert node(_LINE, str(tmp_path / "bin")).returncode == 5
     line = dispatcher_entrypoint([str(tmp_path / "bin" / "python3")], "exp.dispatcher", "nonce")
     assert node(line, f"{tmp_path / 'bin'}:/usr/bin:/bin").returncode == 5
-
-
-def test_an_old_python3_is_passed_over(node, tmp_path):
-    _old_python(tmp_path / "bin" / "python3")
-    _python(tmp_path / "bin" / "python")
-    assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
 
 
 @pytest.mark.parametrize("shebang", ["#!{python}", "#! {python}"])
@@ -357,7 +293,7 @@ def test_the_python_of_the_ray_command(node, tmp_path, shebang, kind):
 
 def test_no_python_that_is_recent_enough(node, tmp_path):
     _old_python(tmp_path / "bin" / "python3")
-    done = node(_LINES[0], str(tmp_path / "bin"))
+    done = node(_LINE, str(tmp_path / "bin"))
     assert done.returncode == 127
     assert done.stdout.startswith("nemo_run_ray| no Python of version 3.9 or newer on this node")
     assert "RayExecutor(python=" in done.stdout
@@ -369,14 +305,7 @@ def test_a_group_passes_over_a_python_without_ray(node, tmp_path):
     done = node(_GROUPS_LINE, str(tmp_path / "bin"))
     assert done.returncode == 5, done.stderr
     assert done.stdout.count("[") == 2  # it ran once
-    assert node(_LINES[0], str(tmp_path / "bin")).returncode == 5
-
-
-def test_the_exit_code_of_the_first_python_that_serves_is_final(node, tmp_path):
-    """A job that failed is not tried again with the next interpreter."""
-    _python(tmp_path / "bin" / "python3")
-    _python(tmp_path / "bin" / "python")
-    assert node(_LINES[0], str(tmp_path / "bin")).stdout.count("[") == 2
+    assert node(_LINE, str(tmp_path / "bin")).returncode == 5
 
 
 # ---------------------------------------------------------------------- the dry run
@@ -450,22 +379,6 @@ secret    TOKEN=***"""
 def test_the_dry_run_of_a_group(monkeypatch):
     monkeypatch.setenv("TOKEN", "very-secret")
     assert describe(_group_plan(), "a cluster", ["code", "configs"]) == _GOLDEN_GROUP
-
-
-@pytest.mark.parametrize(
-    ("probe", "words"),
-    [
-        (PortProbe(80, interval_s=0.5), "port 80; every 0.5 s, at most 600 s"),
-        (CommandProbe(["test", "a b"], timeout_s=5), "test 'a b'; every 1 s, at most 5 s"),
-    ],
-)
-def test_the_dry_run_of_other_probes(probe, words):
-    fields = {"address": "http://h:1"}
-    service = RayExecutor(role="a", service=True, ready=probe, **fields)
-    merged = RayExecutor.merge([service, RayExecutor(role="b", **fields)], 2)
-    app = AppDef("job", [Role(name, image="", entrypoint="true") for name in ("job-0", "job-1")])
-    text = describe(plan(app, merged, "exp.job", "job"), "a cluster", [])
-    assert f"ready     {words}" in text.splitlines()
 
 
 def test_a_dispatched_job_leaves_the_id_of_the_attempt_open():
