@@ -46,12 +46,7 @@ from nemo_run_ray.experiment.store import INTENT, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
-<<<<<<< HEAD
-from nemo_run_ray.plan.job import JobPlan, describe, in_folder, plan
-=======
-from nemo_run_ray.nemo.interrupt import interrupt
 from nemo_run_ray.plan.job import JobPlan, describe, plan
->>>>>>> 202b1d5 (Check fields by fewer kinds of checks, and plan with fewer conversions)
 from nemo_run_ray.remote.status import JobState, JobStatus, Phase, Reason
 
 
