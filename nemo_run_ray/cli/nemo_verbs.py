@@ -1,4 +1,4 @@
-"""What NeMo-Run's command line loads: ``nemo ray <verb>``."""
+"""The verbs for NeMo-Run's command line, which loads this module: ``nemo ray <verb>``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@
     return made;
   };
 
-  // The links, as timeline.py draws them, but between the rows that are shown.
+  // The links, as the template draws them, but between the rows that are shown.
   const link = (source, target, places) => {
     const down = target > source;
     const [end, to] = [rows[source].dataset.to, rows[target].dataset.from];

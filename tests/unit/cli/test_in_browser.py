@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from nemo_run_ray.cli.timeline import page
+from nemo_run_ray.cli.status_report import page
 from tests.unit.cli.test_lanes_and_page import attempt, row
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.cli.timeline import ALL_LINKS_MAX, page
+from nemo_run_ray.cli.status_report import ALL_LINKS_MAX, page
 
 _BEGAN = 1_767_225_600.0  # 2026-01-01
 _VOID = {"meta", "input"}
