@@ -7,9 +7,11 @@ import logging
 import os
 import platform
 import re
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +25,8 @@ ADDRESS = "RAY_ADDRESS"
 _AUTH_MODE = "RAY_AUTH_MODE"
 #: Seconds in which an address must take a connection, and answer a web server's question.
 _ANSWERS_S = 5.0
+#: Ray gives a GCS up no sooner, in seconds.
+_GIVEN_UP_S = 30.0
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 _lock = threading.Lock()
@@ -138,7 +142,14 @@ class Connection:
             options["runtime_env"] = self._runtime_env
         if not self.address.startswith("ray://"):
             options["logging_level"] = logging.WARNING
-        ray.init(**options)
+        began = time.monotonic()
+        try:
+            ray.init(**options)
+        except SystemExit as error:  # Ray sends SIGTERM when no GCS has answered (2.60)
+            if error.code != signal.SIGTERM or time.monotonic() - began < _GIVEN_UP_S:
+                raise  # another's
+            reason = "what listens there has not answered as the GCS of a Ray"
+            raise ConnectionError(reason) from error
 
     def _set_environment(self, variables: Mapping[str, str]) -> None:
         """Let child processes, and Ray in this one, find the cluster."""

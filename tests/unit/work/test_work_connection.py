@@ -108,6 +108,27 @@ def test_the_address_of_a_web_server_is_refused(text, is_ray):
         answered.result()
 
 
+@pytest.mark.parametrize(
+    ("code", "given_up_s", "expected"),
+    [(15, 0.0, Unreachable), (15, 30.0, SystemExit), (1, 0.0, SystemExit)],
+)
+def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, given_up_s, expected):
+    """What listens is no GCS; a program that others end is ended."""
+
+    def init(**_):
+        raise SystemExit(code)
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(connection, "_GIVEN_UP_S", given_up_s)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(connection, "_check_listens", lambda _: None)
+    with pytest.raises(expected) as caught:
+        connection.join("10.0.0.1:6379", None, {})
+    if expected is Unreachable:
+        assert "10.0.0.1:6379: what listens there has not answered as the GCS" in str(caught.value)
+    assert "RAY_ADDRESS" not in os.environ
+
+
 class Initialised:
     """A ray module whose program has called ``ray.init()`` itself."""
 
