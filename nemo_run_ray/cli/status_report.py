@@ -5,13 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-<<<<<<< HEAD
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-=======
 from collections import Counter
 from collections.abc import Mapping, Sequence
->>>>>>> c45e1cf (Let two looks at a job print the same JSON, and keep both reports in one module)
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import resources
@@ -22,8 +18,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-<<<<<<< HEAD
-from nemo_run_ray.cli import timeline
+from nemo_run_ray.errors import shown
 from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.job import (
     FIRST_FAILURES,
@@ -32,14 +27,7 @@ from nemo_run_ray.experiment.job import (
     not_ready,
     with_begin_times,
 )
-from nemo_run_ray.experiment.store import Attempts, store_of
-=======
-from nemo_run_ray.errors import shown
-from nemo_run_ray.experiment.elements import FIRST_FAILURES, failure_lines, not_ready
-from nemo_run_ray.experiment.job import RemoteJob, with_begin_times
-from nemo_run_ray.experiment.snapshot import Snapshot
 from nemo_run_ray.experiment.store import AttemptRecord, Attempts, store_of
->>>>>>> c45e1cf (Let two looks at a job print the same JSON, and keep both reports in one module)
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.spec import ArrayRows, GroupRows
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
@@ -213,14 +201,9 @@ def observe(jobs: Sequence[RemoteJob]) -> StatusReport:
 def timeline_page(jobs: Sequence[RemoteJob], now: float) -> str:
     """The page of ``nemo-run-ray timeline``."""
     folder = jobs[0].record.exp_dir
-<<<<<<< HEAD
     with ThreadPoolExecutor(8) as pool:  # each may ask for end records
         rows = list(pool.map(ObservedJob.timeline_row, observe(jobs).jobs))
-    return timeline.page(folder.name, rows, store_of(folder).ledger.began_at() or now, now)
-=======
-    rows = [one.timeline_row() for one in observe(jobs).jobs]
     return page(folder.name, rows, store_of(folder).ledger.began_at() or now, now)
->>>>>>> c45e1cf (Let two looks at a job print the same JSON, and keep both reports in one module)
 
 
 def _since(status: JobStatus, attempts: Attempts, now: float) -> str:
