@@ -40,13 +40,13 @@ from nemo_run_ray.remote.dashboard import is_passing, last_line, retry_after_s
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
 #: works on before it answers.
 CONNECT_S, READ_S, SLOW_S = 4.0, 10.0, 60.0
-#: What Ray's dashboard takes as the body of one request (DASHBOARD_CLIENT_MAX_SIZE); one byte more
+#: Size limit of a request to Ray's dashboard (DASHBOARD_CLIENT_MAX_SIZE); one byte more
 #: is answered with 413. Measured on Ray 2.60: 99 MiB pass, 101 MiB do not.
 UPLOAD_MAX_BYTES = 100 * 1024**2
 #: Size limit of an answer. The largest one is the job table, with 20,000 characters of the log of
 #: each job that failed.
 ANSWER_MAX_BYTES = 256 * 1024**2
-#: What reading an answer raises if it has another form than Ray's.
+#: Errors of reading an answer that has another form than Ray's.
 MALFORMED = (
     ValueError,
     KeyError,
@@ -238,7 +238,7 @@ class Http:
         return f"{self.dashboard.url}{path}"
 
     def read(self, response: httpx.Response, parse: Callable[[Any], _T]) -> _T:
-        """What is read of an answer's JSON.
+        """The parsed JSON of an answer.
 
         Raises:
             Unreachable: it has not the form of Ray's.
@@ -425,7 +425,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def tls(verify: bool | str) -> ssl.SSLContext:
-    """What a connection trusts.
+    """The certificates that a connection trusts.
 
     Raises:
         ConfigError: the file holds no certificates.

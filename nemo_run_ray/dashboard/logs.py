@@ -37,7 +37,7 @@ _LOOK_S, _UNANSWERED_S, _SILENCE_MAX_S = 5.0, 15.0, 300.0
 _BEGIN_S = 1.0
 #: Seconds that the state API may take for all of a log.
 _READING_MAX_S = "86400"
-#: What a front answers that passes the Jobs API on and not the state API.
+#: Answers of a front that passes the Jobs API on and not the state API.
 _CLOSED = {401, 403, 404, 405, 501}
 
 

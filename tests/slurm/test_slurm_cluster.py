@@ -23,7 +23,7 @@ import pytest
 from nemo_run_ray import CommandProbe, HttpProbe, Sidecar, SlurmCluster
 from nemo_run_ray.clusters import Dashboard, from_record
 from nemo_run_ray.clusters.slurm import allocations as allocations_module
-from nemo_run_ray.clusters.slurm import bring_up
+from nemo_run_ray.clusters.slurm import cluster as cluster_module
 from nemo_run_ray.errors import ClusterError
 from tests import warm
 from tests.conftest import ROOT, tool, wait_for
@@ -287,7 +287,7 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
 )
 def test_a_client_that_dies_on_its_way(allocations, monkeypatch, moment):
     """Another one goes on, or passes its life over; there are never two allocations."""
-    monkeypatch.setattr(bring_up, "_CLAIM_S", 4.0)
+    monkeypatch.setattr(cluster_module, "_CLAIM_S", 4.0)
     life = allocations.life()
     client = allocations.client(stays_s=60)
     signs: dict[str, Callable[[], bool]] = {

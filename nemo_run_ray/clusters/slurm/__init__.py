@@ -1,6 +1,6 @@
 """A cluster that is brought up in an allocation of Slurm when it is needed.
 
-``cluster.py`` is what users see. ``bring_up.py`` waits for Ray, ``allocations.py`` judges what
+``cluster.py`` is what users see, and waits for Ray. ``allocations.py`` judges what
 ``on_login.py`` answers, which runs where Slurm is; ``login.py`` reaches that host and the dashboard
 behind it, and ``script.py`` makes the job's script.
 """

@@ -40,7 +40,7 @@ _UNHEARD = (
 )
 #: Seconds for ``sbatch``, less than a client waits for a command.
 _SUBMIT_S = 80.0
-#: What is asked of Slurm for each job of this user: number, state, reason, start and folder.
+#: Names and formats of the columns that Slurm gives for each job of this user.
 _COLUMNS = {"number": "%A", "state": "%T", "reason": "%r", "start": "%S", "folder": "%Z"}
 Rows = list[dict[str, str]]
 #: Name of the folder of a run: Slurm's number of the job, and how often it was restarted.

@@ -14,7 +14,7 @@ import pytest
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm import allocations as allocations_module
 from nemo_run_ray.clusters.slurm.allocations import Allocations, SlurmAllocation
-from nemo_run_ray.clusters.slurm.bring_up import BringUp
+from nemo_run_ray.clusters.slurm.cluster import BringUp
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, Unanswered
 from tests.slurm_commands import put_commands

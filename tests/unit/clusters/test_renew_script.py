@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.clusters.slurm import bring_up, script
+from nemo_run_ray.clusters.slurm import cluster, script
 from tests.unit.clusters.test_bring_up import World, world
 
 __all__ = ["world"]
@@ -102,7 +102,7 @@ def test_what_slurm_does_not_take_is_told(over, words, tries):
 
 def test_client_and_script_know_by_the_same_words_that_the_controller_is_away():
     (words,) = re.findall(r"grep -qE '(.*)' sbatch/err", template("renew.sh.j2"))
-    assert words.split("|") == list(bring_up._AWAY)
+    assert words.split("|") == list(cluster._AWAY)
 
 
 def test_no_other_job_is_asked_for_while_slurm_may_have_one(over):
