@@ -81,20 +81,6 @@ def test_who_writes_nemo_runs_file_ends_the_cluster(slurm, start):
     assert "ENDED" in job.why
 
 
-@pytest.mark.soak
-def test_the_end_of_the_job_before_does_not_end_this_one(slurm, start):
-    """Slurm may still complete that one while this one has nodes."""
-    job = start("sleep 5; exit 3", nodes=1)
-    job.wait_ready()
-    (job.logs / "ENDED").write_text("999999.0\n")
-    info = job.folder / "ray_cluster_info.json"
-    info.write_text(info.read_text().replace(f"{job.job}.0", "999999.0"))
-    assert job.wait() == ("FAILED", "3:0")
-    assert job.log("ENDED") == f"{job.job}.0\n"
-    assert info.exists(), "it is another job's"
-    info.unlink()
-
-
 def test_a_driver_sees_what_nemo_runs_has_and_no_ranks(slurm, start):
     job = start(
         "echo $PORT $NUM_ACTORS $num_retries; "

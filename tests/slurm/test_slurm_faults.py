@@ -123,8 +123,8 @@ def test_ray_is_killed(slurm, start, host):
 def test_the_node_program_is_killed(slurm, start, host):
     job = start(_FOREVER)
     job.wait_ready()
-    guard = min(_on(slurm, host, f"{job.run}/node.pyz"))
-    os.kill(guard, signal.SIGKILL)
+    watchdog = min(_on(slurm, host, f"{job.run}/node.pyz"))
+    os.kill(watchdog, signal.SIGKILL)
     state, code = job.wait(within_s=75)
     assert (state, code) == ("FAILED", "70:0")
     assert f"node {host}" in job.why
@@ -416,7 +416,9 @@ def test_a_sandbox_that_dies_ends_the_job(slurm, start, tmp_path, image):
     job = start(_FOREVER, env=variables)
     job.wait_ready()
     _kill(slurm, "n2", "http.server")
-    _failed(job, "node n2", "the sidecar sandbox has ended", "killed by SIGKILL", "sandbox-1.log")
+    sidecar = ("node n2", "the sidecar sandbox has ended", "killed by SIGKILL", "sandbox-1.log")
+    step = ("the step with the sandbox has ended", "n2: task 1: Killed", str(job.logs / "sandbox"))
+    _failed(job, *(step if image else sidecar))
     calls = (tmp_path / "pyxis").read_text()
     assert ("--container-image=sandbox:1" in calls) == bool(image)
 
@@ -426,9 +428,14 @@ def test_a_sandbox_that_dies_before_it_is_ready(slurm, start):
     _failed(job, "the sidecar sandbox has ended before it was ready: exit code 9", "no such image")
 
 
-#: What the soak kills, by the words of its processes; ``guard`` and ``runner`` are the two
+#: What the soak kills, by the words of its processes; ``watchdog`` and ``runner`` are the two
 #: processes of the program on a node.
-_VICTIMS = {"ray": str(BIN / "ray"), "guard": "node.pyz", "runner": "node.pyz", "driver": "8.602"}
+_VICTIMS = {
+    "ray": str(BIN / "ray"),
+    "watchdog": "node.pyz",
+    "runner": "node.pyz",
+    "driver": "8.602",
+}
 _STRIKES = (*_VICTIMS, "sidecar", "srun", "power", "cable", "controller", "scancel")
 
 
@@ -449,8 +456,8 @@ def _strike(slurm: Slurm, job: RayOnSlurm, what: str, host: str) -> Callable[[],
         pids = sorted(_on(slurm, "n1" if what in ("driver", "srun") else host, text))
         if text == "node.pyz":  # among the words of srun, too
             pids = [pid for pid in pids if _is_srun(pid) == (what == "srun")]
-        if what in ("guard", "runner"):
-            pids = pids[:1] if what == "guard" else pids[1:2]
+        if what in ("watchdog", "runner"):
+            pids = pids[:1] if what == "watchdog" else pids[1:2]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -525,16 +532,6 @@ def _one_run(slurm: Slurm, start: Start, chance: random.Random, busy: int) -> st
     if code == "70" and what not in ("controller", "power", "srun") and host not in job.why:
         return f"{told}: {job.why}"
     return ""
-
-
-@pytest.mark.soak
-def test_srun_is_killed(slurm, start):
-    """Without its srun the step has nobody who waits for it; the head is told, and ends it."""
-    job = start(_FOREVER)
-    job.wait_ready()
-    _strike(slurm, job, "srun", "n1")
-    assert job.wait() == ("FAILED", "70:0")
-    job.wait_gone()
 
 
 @pytest.mark.soak

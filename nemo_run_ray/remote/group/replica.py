@@ -17,7 +17,7 @@ from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
 from ..node.output import Lines
 from ..node.probe import Probing
-from ..node.supervise import Supervisor
+from ..node.supervise import Child, Supervisor
 
 #: Seconds of one turn of the loop when there is nothing to look after, and beside a probe.
 _IDLE_S, _PROBING_S = 60.0, 0.2
@@ -92,7 +92,7 @@ class ReplicaProcess:
                 rank = self._index * role.processes + local_rank
                 variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             take = partial(self._report_output, Lines())
-            child = self._children.start(*place.command(role.task.argv, variables), take)
+            child = self._children.add(Child(*place.command(role.task.argv, variables), take))
             if child.code is not None:
                 return
         if role.ready is None:

@@ -66,8 +66,16 @@ class RunDir:
             PermissionError: the base is not a folder of this user.
             ValueError: a link of the code would lead out of it.
         """
-        self._make_root()
-        os.mkdir(self.mount, 0o700)
+        os.makedirs(self.base, mode=0o700, exist_ok=True)
+        owner = os.lstat(self.base)
+        if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
+            raise PermissionError(
+                f"{self.base} is no folder of this user; it belongs to user id {owner.st_uid}. "
+                "Remove it, or set TMPDIR on the cluster"
+            )
+        self.remove()  # what a dead attempt left
+        os.makedirs(self.mount, 0o700)
+        os.chmod(self.root, 0o700)
         if working_dir is None:
             os.mkdir(self.code)
         else:
@@ -91,30 +99,15 @@ class RunDir:
         return _MOUNT.sub(lambda _: self.mount, text)
 
     def remove(self) -> None:
-        """Remove it, and the base when this was the last one."""
+        """Remove it; the base stays for other jobs."""
         shutil.rmtree(self.root, ignore_errors=True)
-        with suppress(OSError):  # other jobs are in it
-            os.rmdir(self.base)
-
-    def _make_root(self) -> None:
-        while True:
-            os.makedirs(self.base, mode=0o700, exist_ok=True)
-            with suppress(FileNotFoundError):  # the last other job has just removed the base
-                owner = os.lstat(self.base)
-                if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
-                    raise PermissionError(
-                        f"{self.base} is no folder of this user; it belongs to user id "
-                        f"{owner.st_uid}. Remove it, or set TMPDIR on the cluster"
-                    )
-                shutil.rmtree(self.root, ignore_errors=True)  # what a dead attempt left
-                os.mkdir(self.root, 0o700)
-                return
 
     def _map_script(self, path: str) -> None:
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-            text = file.read()
-        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            file.write(self.map(text))
+        with open(path, "r+b") as file:
+            text = self.map(os.fsdecode(file.read()))
+            file.seek(0)
+            file.truncate()
+            file.write(os.fsencode(text))
         os.chmod(path, 0o700)
 
 

@@ -172,7 +172,7 @@ class Runner:
             self.ending = "cancelled before it started"
             return 143
         children = Supervisor()
-        command = children.start(argv, {**env, TAG: self._tag}, cwd, Output().take)
+        command = children.add(Child(argv, {**env, TAG: self._tag}, cwd, Output().take))
         if command.reason:  # readers of what the command has printed do not see the last line
             say(command.reason)
         watched = [self._watchdog]
@@ -192,7 +192,13 @@ class Runner:
 
 
 class Child:
-    """One process that a ``Supervisor`` has started, and its output.
+    """One process that a ``Supervisor`` looks after, started here, and its output.
+
+    Args:
+        argv: its exact words.
+        env: all its variables.
+        cwd: its folder.
+        output: is given its output as it comes, and empty bytes at the end; or a file.
 
     Attributes:
         pid: ``None`` when it could not be started.
@@ -266,22 +272,8 @@ class Supervisor:
         self._wake = wake_at(signal.SIGCHLD)
         self._kill_at: Optional[float] = None
 
-    def start(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: Optional[str],
-        output: Union[Callable[[bytes], None], IO[bytes]],
-    ) -> Child:
-        """Start a child; one that cannot be started has ended already.
-
-        Args:
-            argv: its exact words.
-            env: all its variables.
-            cwd: its folder.
-            output: is given its output as it comes, and empty bytes at the end; or a file.
-        """
-        child = Child(argv, env, cwd, output)
+    def add(self, child: Child) -> Child:
+        """Look after a child that was started just now."""
         self.children.append(child)
         return child
 

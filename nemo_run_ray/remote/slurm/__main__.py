@@ -7,26 +7,25 @@ import sys
 
 from ..node.output import say
 from ..node.supervise import Runner, supervise
-from .folder import CLUSTER_FAILED, NodeReport, RunEnd, RunFolder
-from .node import NodeProgram, Worker, temp_dir_of
-from .settings import WrongSetting, job_of, read
+from .folder import NodeReport, RunFolder
+from .node import NodeProgram, Worker, failure, temp_dir_of
+from .settings import CannotContinue, Settings, job_of
 
 
 def main() -> int:
     """Take part in the cluster until it is over; the exit code of this node's task."""
     env = dict(os.environ)
     try:
-        settings = read(env, temp_dir_of(job_of(env)))
-    except WrongSetting as error:
+        settings = Settings(env, temp_dir_of(job_of(env)))
+    except CannotContinue as error:
         say(str(error))
         return 2
     tag = f"{settings.job}/{settings.rank}/{os.urandom(8).hex()}"
     folder = RunFolder(settings.run, settings.rank)
-    is_head = settings.is_head and not settings.is_sidecar_step
 
     def take_part(runner: Runner) -> int:
         program: NodeProgram = Worker(settings, folder, tag, env)
-        if is_head:
+        if settings.is_head:
             from .head import Head  # workers do without it: there are many of them
 
             program = Head(settings, folder, tag, env)
@@ -36,11 +35,11 @@ def main() -> int:
     if end.left_on is not None:
         return end.code
     # All its processes are ended, and it could not report that itself.
-    if is_head:
-        run_end = RunEnd(CLUSTER_FAILED, f"node {settings.host} (the head): {end.text}")
-        return folder.publish_end(run_end).code
+    failed = failure(settings, end.text)
+    if settings.is_head:
+        return folder.publish_end(failed).code
     report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
-    folder.publish_report(report._replace(failed=report.failed or end.text, left=True))
+    folder.publish_report(report._replace(failed=report.failed or failed.why, left=True))
     return 0
 
 

@@ -89,8 +89,9 @@ class Allocation:
         self._carried: JobRows = {}  # rows of dispatches from before this run
         self._waiting: List[str] = []  # folders of dispatches whose dispatcher is not started yet
         self._failures: Counter[str] = Counter()
-        self._dashboard: Optional[DashboardClient] = None
-        self._lost_ends = LostEnds(self._log_end)
+        #: The head sets it before the first step.
+        self.dashboard: DashboardClient
+        self._lost_ends = LostEnds(lambda *job: self.dashboard.log_end(*job))
         self._table: List[JobRow] = []
         self._written = self._session = ""
         self._looked_at = self._pause_until = float("-inf")
@@ -135,14 +136,14 @@ class Allocation:
             if attempts and not _is_decided(attempts)
         ]
 
-    def step(self, dashboard: DashboardClient) -> Optional[RunEnd]:
+    def step(self) -> Optional[RunEnd]:
         """Start dispatches that are carried over; the end of an allocation that nobody needs."""
         if self._folder:
-            self._start_dispatcher(dashboard)
+            self._start_dispatcher()
             if self._monotonic() - self._looked_at >= _LOOK_S:
                 self._looked_at = self._monotonic()
                 with suppress(OSError):  # the folder cannot be read now
-                    return self._end(dashboard)
+                    return self._end()
         return None
 
     def stop_reason(self) -> str:
@@ -155,14 +156,13 @@ class Allocation:
             return file.read().strip()
         return ""
 
-    def keep_table(self, dashboard: DashboardClient) -> Optional[List[JobRow]]:
+    def keep_table(self) -> Optional[List[JobRow]]:
         """Ray's job table, which is kept in a file with the rows that were carried over.
 
         It is ``None`` if Ray does not answer.
         """
-        self._dashboard = dashboard
         try:
-            table = [row for row in dashboard.table() if isinstance(row, dict)]
+            table = [row for row in self.dashboard.table() if isinstance(row, dict)]
             rows = [self._lost_ends.restored(row) for row in table]  # type: ignore[arg-type]
         except Unanswered:
             return None
@@ -173,16 +173,11 @@ class Allocation:
                 self._written = text
         return rows
 
-    def keep_last_table(self, dashboard: DashboardClient, end: RunEnd) -> None:
+    def keep_last_table(self, end: RunEnd) -> None:
         """Keep the table from which the next allocation takes the ends of jobs."""
         for _ in range(_LAST_TRIES if end.renews else 1):
-            if not self._folder or self.keep_table(dashboard) is not None:
+            if not self._folder or self.keep_table() is not None:
                 return
-        if end.renews:
-            say(
-                "Ray does not answer with its job table. Jobs that have ended since the last look "
-                "count as ended by the walltime."
-            )
 
     def renewal(self, rows: List[JobRow], is_idle: bool) -> Optional[RunEnd]:
         """The end after which the next allocation continues; ``None`` while this one is of use.
@@ -213,19 +208,17 @@ class Allocation:
         It shall if Ray was up in the allocation before: one bad node must not end a chain of days,
         and a second failure in a row does.
         """
-        if not (self._folder and self._settings.renew):
-            return False
-        if not os.path.exists(os.path.join(self._folder, carried_over.RENEWED)):
+        if not self._settings.renew or not self._has(carried_over.RENEWED):
             return False
         parent, number = os.path.split(self._folder)
         return bool(glob.glob(os.path.join(parent, str(int(number) - 1), "run", "*", READY)))
 
-    def _end(self, dashboard: DashboardClient) -> Optional[RunEnd]:
+    def _end(self) -> Optional[RunEnd]:
         if not self._session:
             with suppress(Unanswered):
-                self._session = dashboard.session()
+                self._session = self.dashboard.session()
                 write_file(os.path.join(self._settings.run, "session"), self._session)
-        rows = self.keep_table(dashboard)
+        rows = self.keep_table()
         is_idle = rows is not None and not self._waiting and not any(map(is_active, rows))
         # A dashboard that hangs does not delay the next allocation.
         self._table = self._table if rows is None else rows
@@ -242,15 +235,14 @@ class Allocation:
         if self._idle_since in (None, now):
             return None
         limit_s = self._settings.idle_timeout_s
-        is_released = os.path.exists(os.path.join(self._folder, RELEASED)) and not users
-        if is_released and not os.path.exists(os.path.join(self._folder, KEEP)):
+        if not users and self._has(RELEASED) and not self._has(KEEP):
             return RunEnd(0, "its last user has left, and no job runs")
         if limit_s is not None and now - (self._idle_since or now) >= limit_s:
             return RunEnd(0, f"no job has run for {limit_s:g} s")
         return None
 
-    def _log_end(self, node: str, submission_id: str) -> Optional[str]:
-        return self._dashboard.log_end(node, submission_id) if self._dashboard else None
+    def _has(self, name: str) -> bool:
+        return os.path.exists(os.path.join(self._folder, name))
 
     def _unfinished(self, rows: List[JobRow], out_of_time: bool) -> List[str]:
         """Ids of the dispatchers of dispatches that were started and are not decided.
@@ -290,7 +282,7 @@ class Allocation:
         }
         return {folders[name]: own for name, own in attempts_of([*folders], table).items()}
 
-    def _start_dispatcher(self, dashboard: DashboardClient) -> None:
+    def _start_dispatcher(self) -> None:
         """Start the dispatcher of the first dispatch that waits; after a failure it is the last."""
         if not self._waiting or self._monotonic() < self._pause_until:
             return
@@ -299,7 +291,8 @@ class Allocation:
         try:
             with open(os.path.join(folder, carried_over.START), encoding="utf-8") as file:
                 start = json.load(file)
-            with closing(DashboardClient(dashboard.url, dashboard.token, _UPLOAD_S)) as uploads:
+            url, token = self.dashboard.url, self.dashboard.token
+            with closing(DashboardClient(url, token, _UPLOAD_S)) as uploads:
                 for archive in start["archives"]:
                     with open(os.path.join(folder, archive), "rb") as file:
                         uploads.put_package(archive, file.read())
@@ -307,7 +300,7 @@ class Allocation:
             number = 1 + max(self._attempts(self._carried)[folder])
             body["submission_id"] = attempt_id(name, number)
             body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, body["submission_id"])
-            dashboard.post(body)
+            self.dashboard.post(body)
             say(f"The chain {name} continues as {body['submission_id']}.")
         except (OSError, Unanswered, RequestRefused) as error:
             self._pause_until = self._monotonic() + _PAUSE_S

@@ -10,7 +10,7 @@ no time in a file is compared with a reader's clock.
     command, workdir    the driver, a line for bash, and its folder; written after env.sh
     driver_exit_code    of a driver that the job's script runs itself
     nodes/3.json        the report of the node with rank 3
-    beside/             the folder of a step with sidecars in another container, which sees no more
+    sandbox.err         messages of the srun whose step runs the sandbox in another container
     beats/3             a number that grows while the program of rank 3 lives, written in place
     ready.json          addresses of Ray's GCS and dashboard, once the cluster is ready
     session             Ray's name of its session, in a named allocation
@@ -138,14 +138,10 @@ class RunFolder:
         return self._read(f"nodes/{rank}.json", NodeReport)
 
     def reports(self) -> Dict[int, NodeReport]:
-        """The reports of all nodes, with their sidecars in a step of their own, by rank."""
-        reports = self._reports("nodes")
-        for rank, beside in self._reports("beside/nodes").items():
-            if rank in reports:
-                own = reports[rank]
-                ready, failed = (*own.ready, *beside.ready), own.failed or beside.failed
-                reports[rank] = own._replace(ready=ready, failed=failed)
-        return reports
+        """The reports of all nodes, by rank."""
+        names = [name for name in self._names("nodes") if name.endswith(".json")]
+        rows = {int(name[:-5]): self._read(f"nodes/{name}", NodeReport) for name in names}
+        return {rank: row for rank, row in rows.items() if row is not None}
 
     def beat(self) -> None:
         """Show that this node's program lives.
@@ -212,11 +208,6 @@ class RunFolder:
         """The named tuple in a file; ``None`` while there is none."""
         text = self.text(name)
         return kind(**json.loads(text)) if text else None
-
-    def _reports(self, folder: str) -> Dict[int, NodeReport]:
-        names = [name for name in self._names(folder) if name.endswith(".json")]
-        rows = {int(name[:-5]): self._read(f"{folder}/{name}", NodeReport) for name in names}
-        return {rank: row for rank, row in rows.items() if row is not None}
 
     def _names(self, folder: str) -> List[str]:
         """The names of the files in a folder.

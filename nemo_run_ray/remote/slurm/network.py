@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import socket
 import struct
-import time
 from contextlib import suppress
 from typing import Dict, Iterable, List, Mapping, Optional, Tuple
 
 from .folder import NodeReport
-from .settings import HEAD_PORTS, NODE_PORTS, WrongSetting
+from .settings import HEAD_PORTS, NODE_PORTS, CannotContinue, Settings
 
 #: Ports are taken from this range: below those that the kernel gives to connections (from 32768
 #: on), and above those of most services.
@@ -31,8 +29,6 @@ _WORKERS = 256
 _EXPECTED = {"PORT": 6379, "DASHBOARD_PORT": 8265, "RAY_CLIENT_SERVER_PORT": 10001}
 _SIOCGIFADDR = 0x8915
 _CONNECT_S = 2.0
-#: Seconds that workers get to try the head's addresses, after the first report of one.
-_LATE_S = 20.0
 #: Workers that a message lists at most.
 _LISTED = 8
 
@@ -59,11 +55,11 @@ def head_addresses(host: str, interface: str) -> List[str]:
         interface: the one to use, or empty.
 
     Raises:
-        WrongSetting: there is no such interface, or none at all.
+        CannotContinue: there is no such interface, or none at all.
     """
     own = addresses_by_interface()
     if not own or interface not in ("", *own):
-        raise WrongSetting(
+        raise CannotContinue(
             f"node {host} lacks the network interface {interface!r} of NEMO_RUN_RAY_INTERFACE, or "
             f"an IPv4 address; it has {own or 'none'}"
         )
@@ -94,11 +90,10 @@ def reachable(addresses: Iterable[str], port: int) -> List[str]:
 
 
 class Ports:
-    """The ports of one node's Ray, which no other cluster of this program takes.
+    """The ports of one node's Ray, in a block that nobody else uses.
 
-    A claim is a socket without a file that only one process of a network can have, and that the
-    kernel takes back when the process ends, however it ends. Anybody can have it, so it decides
-    only which block is tried first.
+    Two clusters that begin at the same moment may choose the same: a `ray start` that fails is
+    tried again, with other ports.
 
     Args:
         wanted: ports that the user has set, by variable.
@@ -110,21 +105,13 @@ class Ports:
         self._wanted = wanted
         self._names = [*(HEAD_PORTS if is_head else ()), *NODE_PORTS]
         self._salt = salt
-        self._claims: List[socket.socket] = []
-
-    def close(self) -> None:
-        """Give the claims back. The end of the process does it too."""
-        for claim in self._claims:
-            claim.close()
-        self._claims.clear()
 
     def choose(self) -> Dict[str, int]:
-        """A port for each variable. A second call gives the same ports unless one is taken by now.
+        """A port for each variable.
 
         Raises:
-            WrongSetting: one that the user has set is taken, or no block of ports is free.
+            CannotContinue: one that the user has set is taken, or no block of ports is free.
         """
-        self.close()
         wanted = {name: port for name, port in self._wanted.items() if name in self._names}
         taken = [
             f"{name}={port}"
@@ -132,61 +119,40 @@ class Ports:
             if not name.endswith("WORKER_PORT") and not _is_free(port)
         ]
         if taken:
-            raise WrongSetting(
+            raise CannotContinue(
                 f"{', '.join(taken)} is taken on node {socket.gethostname()}. Set another port, or "
                 "leave the variable out: then a free one is used"
             )
-        first, ports = self.claim_block()
+        first = self.block()
         low, high = first + _SERVICES, first + _BLOCK - 1
         if "MIN_WORKER_PORT" in wanted:
             high = min(wanted["MIN_WORKER_PORT"] + _WORKERS, 65535)
         elif "MAX_WORKER_PORT" in wanted:
             low = max(wanted["MAX_WORKER_PORT"] - _WORKERS, 1)
         chosen = {"MIN_WORKER_PORT": low, "MAX_WORKER_PORT": high, **wanted}
-        free = iter(ports)
-        for name in self._names:
+        for number, name in enumerate(self._names):
             if name not in chosen:
-                chosen[name] = self._expected(name, first) or next(free)
+                port = _EXPECTED.get(name, 0)
+                # Not a port that Ray's workers get, or that the kernel gives to connections.
+                is_ours = port < _range()[1] and not first <= port < first + _BLOCK
+                chosen[name] = port if port and is_ours and _is_free(port) else first + number
         return chosen
 
-    def _expected(self, name: str, first: int) -> Optional[int]:
-        """The port at which people expect a service, unless Ray's workers get it in this block."""
-        port = _EXPECTED.get(name)
-        if port is None or port >= _range()[1] or first <= port < first + _BLOCK:
-            return None
-        return port if _is_free(port) and self._claim(f"port/{port}") else None
-
-    def claim_block(self) -> Tuple[int, List[int]]:
-        """Claim a block; its first port, and the free ones for services.
+    def block(self) -> int:
+        """The first port of a block whose ports for services are all free.
 
         Raises:
-            WrongSetting: no block of ports is free.
+            CannotContinue: there is none.
         """
         start, end = _range()
         blocks = (end - start) // _BLOCK
-        for is_claimed in (True, False):
-            for number in range(blocks):
-                first = start + (self._salt + number) % blocks * _BLOCK
-                if is_claimed and not self._claim(f"block/{first}"):
-                    continue
-                free = [port for port in range(first, first + _SERVICES) if _is_free(port)]
-                if len(free) >= len(self._names):
-                    return first, free
-        raise WrongSetting(
+        for number in range(blocks):
+            first = start + (self._salt + number) % blocks * _BLOCK
+            if all(map(_is_free, range(first, first + _SERVICES))):
+                return first
+        raise CannotContinue(
             f"no block of ports from {start} to {end - 1} is free on node {socket.gethostname()}"
         )
-
-    def _claim(self, name: str) -> bool:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            claim.bind(f"\0nemo_run_ray/{name}")
-        except OSError as error:
-            claim.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return False
-        self._claims.append(claim)
-        return True
 
 
 def _range() -> Tuple[int, int]:
@@ -211,27 +177,26 @@ class AddressDiscovery:
 
     Args:
         addresses: of the head, the likeliest first.
-        workers: their number.
-        ports: gives it a port until Ray's are chosen.
+        settings: of the head.
+        ports: gives it a port, which is free again when Ray's are chosen.
     """
 
-    def __init__(self, addresses: List[str], workers: int, ports: Ports) -> None:
+    def __init__(self, addresses: List[str], settings: Settings, ports: Ports) -> None:
         self.addresses = addresses
-        self._workers = workers
-        self._late_at = float("inf")
+        self._workers = max(settings.min_workers, 1)
         self._server: Optional[socket.socket] = None
         #: Takes the connections; 0 if there is only one candidate.
         self.port = 0
-        if len(addresses) > 1 and workers:
-            self.port = ports.claim_block()[1][0]
+        if len(addresses) > 1 and settings.nodes > 1:
+            self.port = ports.block()
             self._server = socket.create_server(("", self.port), backlog=4096)
             self._server.setblocking(False)
 
     def choose(self, reports: Mapping[int, NodeReport]) -> Optional[str]:
-        """The first address that every worker reaches; ``None`` until enough have reported.
+        """The first address that all workers reach; ``None`` until the needed ones have reported.
 
         Raises:
-            WrongSetting: no address is reached by all.
+            CannotContinue: no address is reached by all.
         """
         if self._server is None:
             return self.addresses[0]
@@ -239,17 +204,14 @@ class AddressDiscovery:
             while True:
                 self._server.accept()[0].close()
         reached = {row.host: row.reached for row in reports.values() if row.reached is not None}
-        if not reached:
-            return None
-        self._late_at = min(self._late_at, time.monotonic() + _LATE_S)
-        if len(reached) < self._workers and time.monotonic() < self._late_at:
+        if len(reached) < self._workers:
             return None
         self._server.close()
         for address in self.addresses:
             if all(address in own for own in reached.values()):
                 return address
         rows = [f"{host} reaches {', '.join(own) or 'none'}" for host, own in reached.items()]
-        raise WrongSetting(
+        raise CannotContinue(
             f"the workers do not all reach one of its addresses, {', '.join(self.addresses)}: "
             f"{'; '.join(rows[:_LISTED])}. Name the network with NEMO_RUN_RAY_INTERFACE"
         )

@@ -9,7 +9,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..dashboard import DASHBOARD, EMBEDDED
 from ..files import ENDS_AT, LASTS_S, RENEWS, own_folder, write_file
@@ -27,7 +27,7 @@ from .folder import (
     keep_job_logs,
 )
 from .network import Ports, reachable, way_to
-from .settings import NODE_PORTS, SANDBOX, Settings, WrongSetting
+from .settings import NODE_PORTS, SANDBOX, CannotContinue, Settings
 
 if TYPE_CHECKING:
     from ..node.probe import Probing  # most nodes do without it
@@ -47,8 +47,6 @@ _LEAVE_S = 20.0
 _DISCOVERY_S = 30.0
 _NOT_FOUND = 127
 _TEMP_ROOT = "/tmp"
-#: Most seconds for the last copy of Ray's logs: the job's script waits for the head to end.
-_COPY_S = 10.0
 #: Copies what has changed in Ray's logs, once or with pauses. A process of its own does it, so that
 #: a node still shows that it lives: the folder may be slow, and the logs large. A copy that breaks
 #: off leaves a torn file that is newer than its log: all are copied again after it.
@@ -83,15 +81,6 @@ _OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS"}
 _TAIL_BYTES, _TAIL_LINES = 8192, 12
 
 
-class _Sidecar(NamedTuple):
-    """A sidecar that was started."""
-
-    name: str
-    child: Child
-    log: str
-    probing: Optional[Probing]
-
-
 class NodeProgram(ABC):
     """The program of one node: one loop.
 
@@ -115,21 +104,20 @@ class NodeProgram(ABC):
         number = settings.job.partition(".")[0]
         self.ports = Ports(settings.ports, settings.is_head, int(number))
         self.ray: Optional[Child] = None
-        #: The nodes among the ``watched`` that show no life.
+        #: Ranks whose life this node depends on, and those among them that show none.
+        self.watched: Set[int] = {0}
         self.dead: Set[int] = set()
         self.starts = 0
         self.began = time.monotonic()
         self._restart_at: Optional[float] = None
         self._temp_lock: Optional[int] = None  # held as long as this process lives
-        self._sidecars: List[_Sidecar] = []
+        self._sidecars: List[Tuple[str, Optional[Child], str, Optional[Probing]]] = []
         self._copies: List[Child] = []
         self._logs: Set[str] = set()
         self.leaves_at = float("inf")
-        self._beaten_at = self._end_looked_at = float("-inf")
-
-    @abstractmethod
-    def announce(self) -> None:
-        """Show the other nodes that this one has begun."""
+        self._beaten_at = float("-inf")
+        #: In this turn the files that seldom change are read.
+        self.looks = True
 
     @abstractmethod
     def step(self) -> Optional[RunEnd]:
@@ -139,26 +127,15 @@ class NodeProgram(ABC):
     def ray_start_argv(self) -> List[str]:
         """``ray start`` with all its options, for the next try."""
 
-    @abstractmethod
-    def failed(self, why: str) -> RunEnd:
-        """The end of the run for this node, which cannot continue."""
-
-    @abstractmethod
-    def watched(self) -> Set[int]:
-        """The ranks whose life this node depends on."""
-
     def run(self, runner: Runner) -> int:
         """Take part until the run is over; the exit code of this node's task."""
-        end = RunEnd(CLUSTER_FAILED, f"node {self.settings.host}: the node program has failed")
         try:
-            end = self._begin() or self._loop(runner)
-        except WrongSetting as error:
-            end = self.failed(str(error))
-        except OSError as error:
-            end = self.failed(f"{type(error).__name__}: {error}")
-        finally:
-            code = self.leave(end)
-        return code
+            self._begin()
+            end = self._loop(runner)
+        except Exception as error:  # whatever it is, this node ends its processes
+            kind = "" if isinstance(error, CannotContinue) else f"{type(error).__name__}: "
+            end = failure(self.settings, f"{kind}{error}")
+        return self.leave(end)
 
     def leave(self, end: RunEnd) -> int:
         """End all processes of this node, and report it; the exit code of its task."""
@@ -167,9 +144,7 @@ class NodeProgram(ABC):
         if self.settings.allocation:
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
         if self._copies:
-            left_s = max(self.leaves_at - time.monotonic(), 1.0)
-            deadline = time.monotonic() + min(left_s, _COPY_S)
-            copy = self._copy_logs("")
+            copy, deadline = self._copy_logs(""), max(self.leaves_at, time.monotonic() + 1.0)
             while copy.code is None and time.monotonic() < deadline:
                 time.sleep(0.05)
                 self.children.reap()
@@ -187,7 +162,7 @@ class NodeProgram(ABC):
         mode = "ab" if log in self._logs else "wb"
         self._logs.add(log)
         with open(log, mode) as output:
-            return self.children.start(argv, {**env, TAG: self._tag}, cwd, output)
+            return self.children.add(Child(argv, {**env, TAG: self._tag}, cwd, output))
 
     def _copy_logs(self, pause_s: object) -> Child:
         argv = ["sh", "-c", _COPY, "copy", self.settings.temp_dir, self.settings.ray_logs]
@@ -195,7 +170,7 @@ class NodeProgram(ABC):
 
     def end_ray(self) -> None:
         """End Ray on this node, before it is started again."""
-        beside = [*self._copies, *(sidecar.child for sidecar in self._sidecars)]
+        beside = [*self._copies, *(child for _, child, _, _ in self._sidecars if child)]
         self.children.stop(GRACE_S, keep=beside)
 
     def publish(self, **fields: Any) -> None:
@@ -218,7 +193,7 @@ class NodeProgram(ABC):
         """Start Ray on this node.
 
         Raises:
-            WrongSetting: there is no port for it.
+            CannotContinue: there is no port for it.
         """
         self.starts += 1
         self._restart_at = None
@@ -226,21 +201,25 @@ class NodeProgram(ABC):
         argv = with_pre_start(argv, self.settings.pre_start, env)
         self.ray = self.start(argv, self.settings.node_log, env)
 
-    def watch_ray(self) -> str:
-        """The reason why Ray is over on this node; empty while it runs or is started again.
+    def watch_ray(self) -> None:
+        """Start Ray again when it has ended before the cluster was ready.
 
         On a busy machine `ray start` gives its own processes up after 15 to 30 s, as often as it is
         tried. So no number of tries ends it, but the time in which the cluster must be ready.
+
+        Raises:
+            CannotContinue: Ray is over on this node.
         """
         # Once the run is over, Ray has a reason to end.
         if self.ray is None or self.ray.code is None or self.folder.end() is not None:
-            return ""
+            return
         log = self.settings.node_log
-        how = f"has ended: {self.ray.ending}. Its log, {log}, ends with:{_tail(log)}"
+        how = f"has ended: {self.ray.ending}"
         if self.ray.code == _NOT_FOUND:
-            return f"there is no program 'ray', or none that a command before it needs. Ray {how}"
-        if self.folder.text(READY) is not None:
-            return f"Ray {how}"
+            how += ": there is no program 'ray', or none that a command before it needs"
+        how += f". Its log, {log}, ends with:{_tail(log)}"
+        if self.ray.code == _NOT_FOUND or self.folder.text(READY) is not None:
+            raise CannotContinue(f"Ray {how}")
         if self._restart_at is None:
             self.say(f"`ray start` has ended: {self.ray.ending}. It is started again.")
             self.publish(retried=f"try {self.starts} of `ray start` {how}")
@@ -248,49 +227,40 @@ class NodeProgram(ABC):
             self._restart_at = time.monotonic() + _RETRY_S
         elif time.monotonic() >= self._restart_at:
             self.start_ray()
-        return ""
 
-    def _begin(self) -> Optional[RunEnd]:
-        """Start what comes before Ray; the end if this node cannot take part."""
-        if not self._sees_script():
-            return self.failed(
-                f"the folder {self.settings.run} is not shared: this node has not seen within "
-                f"{self.settings.share_limit_s:g} s what the job's script has written there"
-            )
+    def _begin(self) -> None:
+        """Start what comes before Ray."""
+        while self.folder.text("job") is None:
+            if time.monotonic() - self.began >= self.settings.share_limit_s:
+                raise CannotContinue(
+                    f"the folder {self.settings.run} is not shared: this node has not seen within "
+                    f"{self.settings.share_limit_s:g} s what the job's script has written there"
+                )
+            time.sleep(TURN_S)
         self.folder.prepare()
         os.makedirs(self.settings.logs, exist_ok=True)
         self.folder.beat()
-        if not self.settings.is_sidecar_step:
-            if not self.env.get("RAY_TEMP_DIR"):
-                self._temp_lock = make_private(os.path.dirname(self.settings.temp_dir))
-            os.makedirs(self.settings.temp_dir, exist_ok=True)
-            if self.settings.log_sync_s is not None:
-                self._copies.append(self._copy_logs(self.settings.log_sync_s))
-        self.announce()
+        if not self.env.get("RAY_TEMP_DIR"):
+            self._temp_lock = make_private(os.path.dirname(self.settings.temp_dir))
+        os.makedirs(self.settings.temp_dir, exist_ok=True)
+        if self.settings.log_sync_s is not None:
+            self._copies.append(self._copy_logs(self.settings.log_sync_s))
         self._start_sidecars()
-        return None
-
-    def _sees_script(self) -> bool:
-        """Wait until this node sees the file of the job's script; whether it does in time."""
-        deadline = time.monotonic() + self.settings.share_limit_s
-        while self.folder.text("job") is None:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(TURN_S)
-        return True
 
     def _loop(self, runner: Runner) -> RunEnd:
+        looked_at = float("-inf")
         while True:
             order = runner.order()
             if order is not None:
                 return self._cancelled(order)
             self.beat()
             self.children.reap()
-            why = self._watch_sidecars()
-            if why:
-                return self.failed(why)
+            self._watch_sidecars()
             self.publish()
-            end = self._published_end() or self.step()
+            self.looks = time.monotonic() - looked_at >= LOOK_S
+            if self.looks:
+                looked_at = time.monotonic()
+            end = self.step()
             if end is not None:
                 return end
             time.sleep(TURN_S)
@@ -298,17 +268,10 @@ class NodeProgram(ABC):
     def _cancelled(self, order: bytes) -> RunEnd:
         """Slurm, or another process, asks this program to end."""
         if not order:
-            return self.failed("the watchdog of this node's processes was killed")
-        at = self.settings.ends_at
-        if at is not None and time.time() >= at - 1:
-            return RunEnd(143, "Slurm's time limit has ended the job")
-        return RunEnd(143, "the job was cancelled")
-
-    def _published_end(self) -> Optional[RunEnd]:
-        if time.monotonic() - self._end_looked_at < LOOK_S:
-            return None
-        self._end_looked_at = time.monotonic()
-        return self.folder.end()
+            raise CannotContinue("the watchdog of this node's processes was killed")
+        is_late = time.time() + 1 >= (self.settings.ends_at or float("inf"))
+        limit, cancelled = "Slurm's time limit has ended the job", "the job was cancelled"
+        return RunEnd(143, limit if is_late else cancelled)
 
     def beat(self) -> None:
         """Show that this node lives, and look at those that it depends on, after a pause."""
@@ -316,26 +279,30 @@ class NodeProgram(ABC):
             self._beaten_at = time.monotonic()
             with suppress(OSError):  # the others notice if it fails for long
                 self.folder.beat()
-            self.dead = self.folder.silent(self.watched())
+            self.dead = self.folder.silent(self.watched)
 
     def _start_sidecars(self) -> None:
         for sidecar in self.settings.sidecars:
-            if sidecar.is_separate != self.settings.is_sidecar_step:
-                continue
             log = self.settings.sidecar_log(sidecar, self.settings.rank, self.settings.host)
             env = {**self.ray_env(), **sidecar.env}
-            child, probing = self.start(["bash", "-c", sidecar.command], log, env), None
+            child, probing = None, None
+            if sidecar.command:
+                child = self.start(["bash", "-c", sidecar.command], log, env)
             if sidecar.probe is not None:
                 from ..node.probe import Probing
 
                 probing = Probing(sidecar.probe, "127.0.0.1", {}, {**env, TAG: self._tag})
-            self._sidecars.append(_Sidecar(sidecar.name, child, log, probing))
+            self._sidecars.append((sidecar.name, child, log, probing))
 
-    def _watch_sidecars(self) -> str:
-        """Ask the probes; the reason if a sidecar has died or never becomes ready."""
+    def _watch_sidecars(self) -> None:
+        """Ask the probes.
+
+        Raises:
+            CannotContinue: a sidecar has died, or is not ready in time.
+        """
         for name, child, log, probing in self._sidecars:
-            why: Optional[str] = None
-            if child.code is not None:
+            why = ""
+            if child is not None and child.code is not None:
                 when = "" if name in self.report.ready else " before it was ready"
                 why = f"has ended{when}: {child.ending}"
             elif name not in self.report.ready:
@@ -344,9 +311,10 @@ class NodeProgram(ABC):
                     self._sidecar_is_ready(name)
                 elif answer is not None:
                     why = f"is {answer}"
-            if why is not None:
-                return f"the sidecar {name} {why}. Its log, {log}, ends with:{_tail(log)}"
-        return ""
+            if why:
+                raise CannotContinue(
+                    f"the sidecar {name} {why}. Its log, {log}, ends with:{_tail(log)}"
+                )
 
     def _sidecar_is_ready(self, name: str) -> None:
         self.publish(ready=(*self.report.ready, name))
@@ -357,88 +325,67 @@ class NodeProgram(ABC):
 
 
 class Worker(NodeProgram):
-    """A node that is not the head: it joins the head's Ray, and stays while the head lives.
-
-    In the step for sidecars it only runs those.
-    """
+    """A node that is not the head: it joins the head's Ray, and stays while the head lives."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._head: Optional[HeadAddress] = None
         self._address = ""
-        self._was_ready = False
-        self._looked_at = float("-inf")
-
-    def announce(self) -> None:
-        self.publish()
 
     def step(self) -> Optional[RunEnd]:
-        if self.settings.is_sidecar_step:
-            return None
         if 0 in self.dead:
-            why = f"the head's program writes nothing into {self.settings.run} any more"
-            self.say(f"{why}; this node ends its processes.")
-            return RunEnd(CLUSTER_FAILED, why)
-        if self._head is None:
-            self._join(self.folder.report_of(0))
-            return None
-        self._follow()
-        why = self.watch_ray()
-        return self.failed(why) if why else None
+            raise CannotContinue(
+                f"the head's program writes nothing into {self.settings.run} any more; this node "
+                "ends its processes"
+            )
+        if self.looks or self._head is None:
+            end = self.folder.end()
+            if end is not None:
+                return end
+            self._follow(self.folder.report_of(0))
+        self.watch_ray()
+        return None
 
     def ray_start_argv(self) -> List[str]:
         assert self._head is not None
         argv = ["ray", "start", f"--address={self._head.gcs}", f"--node-ip-address={self._address}"]
         return argv + node_options(self.settings, self.ports.choose())
 
-    def failed(self, why: str) -> RunEnd:
-        """Report it to the head, which decides; without a shared folder only the log has it."""
-        end = self.folder.end()
-        if end is not None:  # the head has ended, and Ray with it
-            return end
-        self.say(why)
-        self.publish(failed=why)
-        return RunEnd(CLUSTER_FAILED, why)
-
     def leave(self, end: RunEnd) -> int:
-        if self.folder.end() is None and not self.report.failed:
-            self.publish(failed=end.why)  # the other nodes continue, and must know why it does not
+        if self.folder.end() is None:
+            why = end.why if end.code == CLUSTER_FAILED else failure(self.settings, end.why).why
+            self.say(why)  # without a shared folder nothing else has it
+            self.publish(failed=why)  # the other nodes continue, and must know why
         return super().leave(end)
 
-    def watched(self) -> Set[int]:
-        return {0}
+    def _follow(self, head: Optional[NodeReport]) -> None:
+        """Join the head's Ray, and again when the head has started it again before it was ready.
 
-    def _join(self, head: Optional[NodeReport]) -> None:
+        A `ray start` that waits for the Ray before, or has joined it, would not notice for minutes.
+        """
         elapsed_s = time.monotonic() - self.began
-        if head is None:  # one that has begun gives the start up itself, and knows why
-            if elapsed_s >= self.settings.start_limit_s:
-                raise WrongSetting(f"no head was there within {self.settings.start_limit_s:g} s")
+        if head is None:
+            # A head that has begun gives the start up itself, and knows why.
+            if self._head is None and elapsed_s >= self.settings.start_limit_s:
+                raise CannotContinue(f"no head was there within {self.settings.start_limit_s:g} s")
             return
         if self.report.reached is None and head.test_port:
             reached = reachable(head.candidates, head.test_port)
             if reached or elapsed_s >= _DISCOVERY_S:
                 self.publish(reached=reached)
-        if head.ray:
+        if head.ray and HeadAddress(*head.ray) != self._head:
+            if self._head is not None:
+                self.say("The head has started Ray again, and so does this node.")
+                self.end_ray()
             self._head = HeadAddress(*head.ray)
             self._address = way_to(self._head.address)
             self.publish(address=self._address)
             self.start_ray()
 
-    def _follow(self) -> None:
-        """Join again if the head has started its Ray again; after it was ready it never does.
 
-        A `ray start` that waits for the Ray before, or has joined it, would not notice for minutes.
-        """
-        if time.monotonic() - self._looked_at < LOOK_S or self._was_ready:
-            return
-        self._looked_at = time.monotonic()
-        self._was_ready = self.folder.text(READY) is not None
-        head = self.folder.report_of(0)
-        if head is not None and head.ray and HeadAddress(*head.ray) != self._head:
-            self.say("The head has started Ray again, and so does this node.")
-            self._head = HeadAddress(*head.ray)
-            self.end_ray()
-            self.start_ray()
+def failure(settings: Settings, why: str) -> RunEnd:
+    """The end of a run with a node that cannot continue."""
+    return RunEnd(CLUSTER_FAILED, f"node {settings.host} (rank {settings.rank}): {why}")
 
 
 def temp_dir_of(job: str) -> str:
@@ -457,34 +404,30 @@ def make_private(path: str) -> int:
         share it hold it together.
 
     Raises:
-        WrongSetting: it is another user's.
+        CannotContinue: it is another user's.
     """
     import shutil  # the first files of the other nodes are there by now
 
-    def opened(path: str) -> int:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    def hold(path: str, how: int) -> int:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(folder, how)
+        return folder
 
     for name in os.listdir(_TEMP_ROOT):
         if name.startswith(f"nrr-{os.getuid()}-"):
             with suppress(OSError):  # its program lives, or another one has just removed it
-                folder = opened(os.path.join(_TEMP_ROOT, name))
-                try:
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(os.path.join(_TEMP_ROOT, name), ignore_errors=True)
-                finally:
-                    os.close(folder)
+                hold(os.path.join(_TEMP_ROOT, name), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(os.path.join(_TEMP_ROOT, name), ignore_errors=True)
     while True:
         os.makedirs(path, mode=0o700, exist_ok=True)
         if os.lstat(path).st_uid != os.getuid():
-            raise WrongSetting(
+            raise CannotContinue(
                 f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
             )
         with suppress(FileNotFoundError):  # another program has just removed it
-            held = opened(path)
-            fcntl.flock(held, fcntl.LOCK_SH)
+            held = hold(path, fcntl.LOCK_SH)
             if os.path.samestat(os.fstat(held), os.lstat(path)):
                 return held
-            os.close(held)
 
 
 def node_options(settings: Settings, ports: Mapping[str, int]) -> List[str]:

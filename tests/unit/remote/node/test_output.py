@@ -50,11 +50,3 @@ def test_a_longer_line_is_cut_and_nothing_is_lost(piece):
     longest = max(map(len, text.split("\n")))
     assert LINE_MAX <= longest <= LINE_MAX + CHUNK_BYTES
     assert text.count("\n") <= 4
-
-
-def test_what_waits_for_its_lines_end_is_bounded():
-    lines, waits = Lines(), 0
-    for _ in range(100):
-        fed = lines.take(b"x" * CHUNK_BYTES)
-        waits = waits + CHUNK_BYTES - len(fed.replace("\n", ""))
-        assert waits <= LINE_MAX + CHUNK_BYTES

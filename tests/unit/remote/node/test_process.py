@@ -164,13 +164,6 @@ def test_words_arrive_as_they_are(start_python, hostile):
     assert json.loads(kept.output) == words
 
 
-def test_environment_folder_and_closed_input(start_python, weird_tmp_path, hostile):
-    code = "import json; print(json.dumps([os.environ['X'], os.getcwd(), sys.stdin.read()]))"
-    kept = start_python(code, env={"X": hostile}, cwd=str(weird_tmp_path))
-    assert kept.end() == 0
-    assert json.loads(kept.output) == [hostile, str(weird_tmp_path), ""]
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -237,18 +230,6 @@ sys.exit(7)
     assert kept.output.count("TERM") == 1
     assert "cancelled" in kept.ending
     assert "no process of it is left" in kept.ending
-
-
-def test_sigterm_reaches_every_process_of_the_command(start, tmp_path):
-    word = "trap 'echo {0} ends; exit' TERM; echo {0} ready; while :; do sleep 0.01; done"
-    kept = start("sh", "-c", f'setsid sh -c "{word.format("child")}" & {word.format("parent")}')
-    kept.says("child ready")
-    kept.says("parent ready")
-    kept.watchdog.terminate()
-    kept.end()
-    assert "child ends" in kept.output
-    assert "parent ends" in kept.output
-    assert kept.command() == set()
 
 
 def test_sigterm_becomes_sigkill_after_the_grace(start):

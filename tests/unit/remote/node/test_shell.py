@@ -92,16 +92,6 @@ def test_a_startup_command_that_fails_is_the_tasks_failure(failing, code, shown)
     assert done.stdout.startswith(line)
 
 
-def test_the_exit_code_is_the_tasks_alone():
-    assert bash(in_shell(["sh", "-c", "exit 9"], True, ["true"], None)).returncode == 9
-    assert bash(in_shell(["false"], False, ["trap 'echo mine' EXIT"], None)).returncode == 1
-
-
-def test_the_task_takes_the_shells_place():
-    done = bash(in_shell(["sh", "-c", "echo $$"], False, ["echo $$"], None))
-    assert len(set(done.stdout.split())) == 1
-
-
 def test_what_python_means(profile):
     asked = in_shell(["python", "-c", "import sys; print(sys.executable)"], True, [], None)
     # Nothing on this path is called python: it is the one that runs us.

@@ -28,7 +28,7 @@ from nemo_run_ray.remote.spec import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.status import JobState, Reason, attempt_of_row
 from tests.fake_ray import EXIT_CODE_IS_LOST
 from tests.http_server import Handler, serving
-from tests.unit.remote.slurm.test_slurm_decide import _SETTINGS
+from tests.unit.remote.slurm.test_slurm_decide import settings_with
 
 _DONE = {"submission_id": "a", "status": "SUCCEEDED"}
 _DISPATCHER = {"submission_id": "d", "status": "RUNNING"}
@@ -88,11 +88,12 @@ class World:
 
     def settings(self, **fields):
         paths = {"allocation": str(self.path), "run": str(self.run)}
-        return _SETTINGS._replace(**{**paths, "renew": True, "ends_at": 10_000, **fields})
+        return settings_with(**{**paths, "renew": True, "ends_at": 10_000, **fields})
 
     def allocation(self, at: float = 9_000.0, **fields) -> Allocation:
         """At a time since the epoch, after it has read the table of the run before."""
         found = Allocation(self.settings(**fields), lambda: self.now, lambda: at + self.now)
+        found.dashboard = self.dashboard
         found.begin()
         return found
 
@@ -117,7 +118,7 @@ class TestEndWithoutUsers:
 
         def after(seconds: float) -> str:
             world.now += seconds
-            end = allocation.step(world.dashboard)
+            end = allocation.step()
             assert end is None or end == RunEnd(0, end.why)
             return "" if end is None else end.why
 
@@ -168,7 +169,7 @@ class TestEndWithoutUsers:
         for _ in range(20):
             world.refusals["/api/jobs/"] = 1
             world.now += 6
-            assert allocation.step(world.dashboard) is None
+            assert allocation.step() is None
 
     def test_a_client_stops_it_without_slurm(self, world, why_after):
         """Slurm's controller may be away when `nemo-run-ray down` asks it."""
@@ -181,17 +182,16 @@ def test_the_kept_table_has_the_end_that_ray_has_lost(world):
     lost = {"submission_id": "one", "driver_node_id": "n1"}
     lost["metadata"] = {NONCE_KEY: "a" * 16, LOCK_KEY: lock_of(proof_of("key", 0))}
     world.rows.append({**lost, **EXIT_CODE_IS_LOST})
-    world.allocation().keep_last_table(world.dashboard, RunEnd(0, "its walltime is over", True))
+    world.allocation().keep_last_table(RunEnd(0, "its walltime is over", True))
     row = json.loads((world.run / TABLE).read_text())[-1]
     assert (row["status"], row["driver_exit_code"]) == ("SUCCEEDED", 0)
 
 
 @pytest.mark.parametrize(("refusals", "is_kept"), [(0, True), (2, True), (3, False)])
-def test_the_last_table_is_asked_for_three_times(world, capfd, refusals, is_kept):
+def test_the_last_table_is_asked_for_three_times(world, refusals, is_kept):
     world.refusals["/api/jobs/"] = refusals
-    world.allocation().keep_last_table(world.dashboard, RunEnd(0, "its walltime is over", True))
+    world.allocation().keep_last_table(RunEnd(0, "its walltime is over", True))
     assert (world.run / TABLE).exists() == is_kept
-    assert ("does not answer with its job table" in capfd.readouterr().out) == (not is_kept)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_its_dispatcher_is_started_once(world, is_taken):
     allocation = world.allocation(ends_at=None)
     for _ in range(9):
         world.now += 5.0
-        allocation.step(world.dashboard)
+        allocation.step()
     posts = world.posts()
     assert [post["submission_id"] for post in posts] == ["d@2", "d@2"], "the first was refused"
     assert posts[0]["entrypoint"] == "run d@2"
@@ -321,7 +321,7 @@ def test_a_chain_that_cannot_continue_is_given_up(world, capfd):
     allocation = world.allocation(ends_at=None)
     for _ in range(100):
         world.now += 5.0
-        allocation.step(world.dashboard)
+        allocation.step()
     assert world.posts() == []
     printed = capfd.readouterr().out
     assert printed.count("The chain d cannot continue yet: ") == 1
@@ -360,7 +360,7 @@ def test_nothing_to_continue_starts_nothing(world, table, is_renewed):
     if not is_renewed:
         (world.path / "renewed").unlink()
     allocation = world.allocation(ends_at=None)
-    allocation.step(world.dashboard)
+    allocation.step()
     assert world.posts() == []
 
 
@@ -374,7 +374,7 @@ def test_each_run_hands_one_table_on_to_the_next(world):
     world.table.write_text(json.dumps([*table, _row("other", "RUNNING")]))
     (world.previous / "end.json").write_text('{"code": 0, "why": "its walltime"}')
     world.rows[:] = [_row("b@2", "PENDING"), _row("d@2", "RUNNING"), _row("else", "RUNNING")]
-    world.allocation().keep_table(world.dashboard)
+    world.allocation().keep_table()
     world.table.unlink()
     (world.path / "run/8.1").mkdir()
     third = world.path.parent / "3"

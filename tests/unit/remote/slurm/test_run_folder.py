@@ -31,19 +31,6 @@ def test_what_one_node_says_the_others_read(tmp_path):
     assert HeadAddress(*worker.report_of(0).ray) == _HEAD
 
 
-def test_the_step_beside_speaks_for_its_sidecars(tmp_path):
-    folder = RunFolder(str(tmp_path), 1)
-    folder.prepare()
-    beside = RunFolder(str(tmp_path / "beside"), 1)
-    beside.prepare()
-    beside.publish_report(NodeReport(host="n2", ready=("box",)))
-    assert folder.reports() == {}, "the node itself has not begun"
-    folder.publish_report(NodeReport(host="n2", address="a", ready=("own",)))
-    assert folder.reports()[1].ready == ("own", "box")
-    beside.publish_report(NodeReport(host="n2", failed="it died"))
-    assert folder.reports()[1].failed == "it died"
-
-
 def test_the_first_end_holds(tmp_path):
     folder = RunFolder(str(tmp_path), 0)
     assert folder.end() is None

@@ -8,75 +8,82 @@ from nemo_run_ray.remote.slurm.folder import NodeReport
 from nemo_run_ray.remote.slurm.head import LOST_AFTER, ClusterView, decide
 from nemo_run_ray.remote.slurm.settings import Settings, SidecarSpec
 
-_SETTINGS = Settings(
-    run="/run",
-    logs="/logs",
-    log_prefix="ray-",
-    cluster="",
-    job="1.0",
-    rank=0,
-    nodes=3,
-    host="n1",
-    hosts=("n1", "n2", "n3"),
-    cpus=4,
-    worker_units=1,
-    temp_dir="/tmp/x",
-    ports={},
-    min_workers=2,
-)
+_ENV = {
+    "NEMO_RUN_RAY_RUN": "/run",
+    "LOG_DIR": "/logs",
+    "SLURM_JOB_ID": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURMD_NODENAME": "n1",
+    "NEMO_RUN_RAY_HOSTS": "n1 n2 n3",
+}
+
+
+def settings_with(**fields) -> Settings:
+    """Those of the head of three nodes, with other values."""
+    found = Settings(_ENV, "/tmp/x")
+    for name, value in fields.items():
+        setattr(found, name, value)
+    return found
+
+
 _REPORTS = {
     rank: NodeReport(host=f"n{rank + 1}", address=f"10.0.0.{rank}", log=f"/logs/{rank}")
     for rank in range(3)
 }
 _RETRIED = {**_REPORTS, 2: _REPORTS[2]._replace(retried="try 2 of `ray start` has ended")}
-_WHOLE = ClusterView(
-    elapsed_s=20,
-    reports=_REPORTS,
-    address="10.0.0.0",
-    gcs_listens=True,
-    alive=frozenset(one.address for one in _REPORTS.values()),
-)
+
+
+def _decide(view: dict, elapsed_s: float = 20, **fields) -> tuple[str, str]:
+    """About a whole cluster, with these changes."""
+    found = ClusterView()
+    alive = {report.address for report in _REPORTS.values()}
+    values = {"reports": _REPORTS, "address": "10.0.0.0", "alive": alive, **view}
+    for name, value in values.items():
+        setattr(found, name, value)
+    return decide(settings_with(**fields), found, elapsed_s)
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"address": "", "gcs_listens": False, "alive": None}, "waits for workers that reach it"),
-        ({"gcs_listens": False, "alive": None}, "GCS on n1 does not listen yet"),
-        ({"alive": None}, "dashboard on n1 does not answer yet"),
-        ({"alive": frozenset()}, r"n1 \(the head\) is not registered yet"),
+        ({"address": "", "alive": set()}, "waits for workers that reach it"),
+        ({"alive": set()}, r"Ray on n1 \(the head\) is not up yet \(log: /logs/0\)"),
         (
-            {"alive": frozenset({"10.0.0.0", "10.0.0.1"}), "reports": _RETRIED},
+            {"alive": {"10.0.0.0", "10.0.0.1"}, "reports": _RETRIED},
             "n3, where Ray itself has given up: try 2 of",
         ),
-        ({"alive": frozenset({"10.0.0.0", "10.0.0.1"})}, r"not joined: n3 \(log: /logs/2\)"),
+        ({"alive": {"10.0.0.0", "10.0.0.1"}}, r"not joined: n3 \(log: /logs/2\)"),
         ({"reports": {0: _REPORTS[0], 1: _REPORTS[1]}}, "n3, which has not begun"),
     ],
 )
 def test_the_head_names_what_is_missing_until_the_time_is_over(changes, what):
-    view = _WHOLE._replace(**changes)
-    waiting, why = decide(_SETTINGS, view)
+    waiting, why = _decide(changes)
     assert re.search(what, waiting)
     assert why == ""
-    waiting, why = decide(_SETTINGS, view._replace(elapsed_s=600))
+    waiting, why = _decide(changes, 600)
     assert waiting == ""
     assert "within" in why
 
 
 def test_a_node_that_writes_nothing_is_named_after_a_minute():
     """Its folder is not the others', or the step has not begun there."""
-    view = _WHOLE._replace(reports={0: _REPORTS[0], 2: _REPORTS[2]}, elapsed_s=60)
-    why = decide(_SETTINGS, view)[1]
+    why = _decide({"reports": {0: _REPORTS[0], 2: _REPORTS[2]}}, 60)[1]
     assert "n2 has not written into /run within 60 s, which node n1 sees" in why
 
 
-_TWO_ALIVE = {"alive": frozenset({"10.0.0.0", "10.0.0.1"})}
-_FAILED = {"reports": {**_REPORTS, 2: _REPORTS[2]._replace(failed="no Ray here")}}
-_DEAD = {"dead": frozenset({2})}
+_TWO_ALIVE = {"alive": {"10.0.0.0", "10.0.0.1"}}
+_FAILED = {"reports": {**_REPORTS, 2: _REPORTS[2]._replace(failed="node n3 (rank 2): no Ray here")}}
+_DEAD = {"dead": {2}}
 _LOST = {"missed": {2: LOST_AFTER}, "was_ready": True}
 _LATER = {"was_ready": True}
 _ONE_WORKER, _ANY = {"min_workers": 1}, {"fail_fast": False}
-_HEAD = {"reports": {**_REPORTS, 0: _REPORTS[0]._replace(failed="the sidecar box has ended")}}
+_HEAD = {
+    "reports": {
+        **_REPORTS,
+        0: _REPORTS[0]._replace(failed="n1 (rank 0): the sidecar box has ended"),
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +91,7 @@ _HEAD = {"reports": {**_REPORTS, 0: _REPORTS[0]._replace(failed="the sidecar box
     [
         ({}, {}, ""),
         # Before it is ready, a bad node may be one too many.
-        (_ONE_WORKER, {"reports": {0: _REPORTS[0], 1: _REPORTS[1]}, "elapsed_s": 60}, ""),
+        (_ONE_WORKER, {"reports": {0: _REPORTS[0], 1: _REPORTS[1]}}, ""),
         (_ONE_WORKER, {**_TWO_ALIVE, **_FAILED}, ""),
         (_ONE_WORKER, {**_TWO_ALIVE, **_DEAD}, ""),
         # The death of a worker ends the cluster, unless the user does not want that.
@@ -101,15 +108,15 @@ _HEAD = {"reports": {**_REPORTS, 0: _REPORTS[0]._replace(failed="the sidecar box
     ],
 )
 def test_when_a_cluster_is_ready_and_when_it_has_failed(settings, changes, why):
-    waiting, failed = decide(_SETTINGS._replace(**settings), _WHOLE._replace(**changes))
+    waiting, failed = _decide(changes, **settings)
     assert waiting == ""
     assert bool(failed) == bool(why)
     assert why in failed
 
 
 def test_the_cluster_waits_for_its_sidecars():
-    settings = _SETTINGS._replace(sidecars=(SidecarSpec("box", "x"),))
+    sidecars = [SidecarSpec("box", "x")]
     ready = {rank: one._replace(ready=("box",)) for rank, one in _REPORTS.items()}
-    waiting = decide(settings, _WHOLE._replace(reports={**ready, 1: _REPORTS[1]}))[0]
+    waiting = _decide({"reports": {**ready, 1: _REPORTS[1]}}, sidecars=sidecars)[0]
     assert "box on n2" in waiting
-    assert decide(settings, _WHOLE._replace(reports=ready)) == ("", "")
+    assert _decide({"reports": ready}, sidecars=sidecars) == ("", "")

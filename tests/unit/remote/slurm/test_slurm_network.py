@@ -13,12 +13,12 @@ from nemo_run_ray.remote.slurm.network import (
     Ports,
     head_addresses,
 )
-from nemo_run_ray.remote.slurm.settings import WrongSetting
+from nemo_run_ray.remote.slurm.settings import CannotContinue
+from tests.unit.remote.slurm.test_slurm_decide import settings_with
 
 
 def _choose(wanted: dict[str, int], is_head: bool, salt: int) -> dict[str, int]:
-    with contextlib.closing(Ports(wanted, is_head, salt)) as ports:
-        return ports.choose()
+    return Ports(wanted, is_head, salt).choose()
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,12 @@ def test_no_port_is_one_that_the_kernel_gives_to_connections(monkeypatch, kernel
 
 
 def test_two_clusters_on_a_node_do_not_meet():
-    with contextlib.closing(Ports({}, True, 7)) as one:
-        first, second = one.choose(), _choose({}, True, 7)
+    first = _choose({}, True, 7)
+    with contextlib.ExitStack() as stack:
+        for name, port in first.items():
+            if not name.endswith("WORKER_PORT"):
+                stack.enter_context(socket.create_server(("", port)))
+        second = _choose({}, True, 7)
     assert not set(first.values()) & set(second.values())
     assert second["MIN_WORKER_PORT"] > first["MAX_WORKER_PORT"] or (
         second["MAX_WORKER_PORT"] < first["MIN_WORKER_PORT"]
@@ -60,7 +64,7 @@ def test_ports_of_the_user_are_taken_as_they_are():
 def test_a_port_that_is_set_and_taken_is_named():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(WrongSetting, match=f"PORT={port} is taken on node"):
+        with pytest.raises(CannotContinue, match=f"PORT={port} is taken on node"):
             _choose({"PORT": port}, True, 0)
         worker = _choose({"PORT": port}, False, 0)
     assert "PORT" not in worker, "the head's alone"
@@ -74,7 +78,7 @@ def test_the_head_offers_what_its_name_resolves_to_first(monkeypatch):
     monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_: rows)
     assert head_addresses("n1", "") == ["10.1.0.1", "10.0.0.1"]
     assert head_addresses("n1", "a") == ["10.0.0.1"]
-    with pytest.raises(WrongSetting, match=r"node n1 lacks the network interface 'ib0'"):
+    with pytest.raises(CannotContinue, match=r"node n1 lacks the network interface 'ib0'"):
         head_addresses("n1", "ib0")
 
 
@@ -83,16 +87,14 @@ def _report(host: str, *addresses: str) -> NodeReport:
 
 
 def test_the_address_that_every_worker_reaches_is_chosen():
-    with contextlib.closing(Ports({}, False, 0)) as ports:
-        discovery = AddressDiscovery(["a", "b", "c"], 2, ports)
-        assert network._FIRST <= discovery.port < network._range()[1]
-        assert discovery.choose({0: NodeReport("n1"), 1: NodeReport("n2")}) is None
-        assert discovery.choose({1: _report("n2", "b", "c")}) is None, "another is still silent"
-        assert discovery.choose({1: _report("n2", "b", "c"), 2: _report("n3", "a", "c")}) == "c"
+    discovery = AddressDiscovery(["a", "b", "c"], settings_with(), Ports({}, False, 0))
+    assert network._FIRST <= discovery.port < network._range()[1]
+    assert discovery.choose({0: NodeReport("n1"), 1: NodeReport("n2")}) is None
+    assert discovery.choose({1: _report("n2", "b", "c")}) is None, "another one is still silent"
+    assert discovery.choose({1: _report("n2", "b", "c"), 2: _report("n3", "a", "c")}) == "c"
 
 
 def test_a_head_that_nobody_reaches_says_who_reaches_what():
-    with contextlib.closing(Ports({}, False, 0)) as ports:
-        discovery = AddressDiscovery(["a", "b"], 2, ports)
-        with pytest.raises(WrongSetting, match=r"n2 reaches a; n3 reaches none.*INTERFACE"):
-            discovery.choose({1: _report("n2", "a"), 2: _report("n3")})
+    discovery = AddressDiscovery(["a", "b"], settings_with(), Ports({}, False, 0))
+    with pytest.raises(CannotContinue, match=r"n2 reaches a; n3 reaches none.*INTERFACE"):
+        discovery.choose({1: _report("n2", "a"), 2: _report("n3")})

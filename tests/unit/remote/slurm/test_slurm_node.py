@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _HEAD = HeadAddress("127.0.0.1", 6379, 8265)
 
 
 class _Child:
-    def __init__(self, argv: list[str]) -> None:
+    def __init__(self, argv: list[str], *_: Any) -> None:
         self.argv = argv
         self.code: int | None = None
 
@@ -37,36 +37,34 @@ class _Children:
     def __init__(self) -> None:
         self.started: list[_Child] = []
 
-    def start(self, argv: list[str], *_: Any) -> _Child:
-        self.started.append(_Child(argv))
-        return self.started[-1]
+    def add(self, child: _Child) -> _Child:
+        self.started.append(child)
+        return child
 
     def stop(self, *_: Any, **__: Any) -> None: ...
 
 
 @pytest.fixture
-def begin(tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
+def begin(tmp_path, monkeypatch) -> Callable[..., Any]:
     """The program of a node, which has announced itself to the others."""
     monkeypatch.setattr(node, "_RETRY_S", 0.0)
     monkeypatch.setattr(node, "LOOK_S", 0.0)
     monkeypatch.setattr(node, "Supervisor", _Children)
+    monkeypatch.setattr(node, "Child", _Child)
     monkeypatch.setattr(head_module, "head_addresses", lambda *_: ["127.0.0.1"])
     monkeypatch.setattr(head_module, "reachable", lambda *_: ["127.0.0.1"])
-    programs: list[Any] = []
 
     def begin(kind: Any, rank: int, **variables: str) -> Any:
         slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURMD_NODENAME": "n"}
         variables["NEMO_RUN_RAY_RUN"] = str(tmp_path)
-        read = settings.read({**slurm, **variables}, str(tmp_path / "tmp"))
+        read = settings.Settings({**slurm, **variables}, str(tmp_path / "tmp"))
         folder = RunFolder(str(tmp_path), rank)
         folder.prepare()
-        programs.append(kind(read, folder, "tag", {}))
-        programs[-1].announce()
-        return programs[-1]
+        program = kind(read, folder, "tag", {})
+        program.publish()
+        return program
 
-    yield begin
-    for program in programs:
-        program.ports.close()
+    return begin
 
 
 def _fail(program: Any) -> None:
@@ -87,11 +85,11 @@ def test_workers_learn_of_a_head_that_is_registered(begin):
     head = begin(Head, 0)
     assert head.step() is None
     assert head.report.ray == (), "its GCS listens, and that is all"
-    head.alive = frozenset({"127.0.0.1"})
+    head.view.alive = {"127.0.0.1"}
     assert head.step() is None
     first = HeadAddress(*head.folder.report_of(0).ray)
     _fail(head)
-    head.alive = frozenset({"127.0.0.1"})
+    head.view.alive = {"127.0.0.1"}
     assert head.step() is None
     again = HeadAddress(*head.folder.report_of(0).ray)
     assert again == first._replace(start=2), "the ports are the same"
@@ -116,13 +114,14 @@ def test_no_number_of_tries_ends_a_start(begin):
     assert len(worker.children.started) == 10
     assert "try 9 of `ray start` has ended: exit code 1" in worker.report.retried
     worker.ray.code = 127
-    assert "there is no program 'ray'" in worker.step().why
+    with pytest.raises(settings.CannotContinue, match="there is no program 'ray'"):
+        worker.step()
 
 
 def test_a_head_that_has_begun_gives_the_start_up_itself(begin):
     """It can say what it has waited for; a worker cannot."""
     worker = begin(Worker, 1, RAY_HEAD_START_TIMEOUT="0")
-    with pytest.raises(settings.WrongSetting, match="no head was there within 0 s"):
+    with pytest.raises(settings.CannotContinue, match="no head was there within 0 s"):
         worker.step()
     RunFolder(worker.folder.path, 0).publish_report(NodeReport("n1"))
     assert worker.step() is None
@@ -135,7 +134,7 @@ def test_the_units_of_the_living_nodes_are_written_at_every_change(begin, tmp_pa
     written = []
     for alive in ({"127.0.0.1"}, {"127.0.0.1", "10.0.0.1"}, {"127.0.0.1"}):
         head.step()
-        head.alive = frozenset(alive)
+        head.view.alive = alive
         head.step()
         written.append((tmp_path / "ray_worker_units").read_text())
     assert written == ["1\n", "2\n", "1\n"]

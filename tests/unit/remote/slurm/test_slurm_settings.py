@@ -6,9 +6,8 @@ import subprocess
 
 import pytest
 
-from nemo_run_ray.remote.slurm import settings
 from nemo_run_ray.remote.slurm.node import ray_environment, with_pre_start
-from nemo_run_ray.remote.slurm.settings import Settings, WrongSetting
+from nemo_run_ray.remote.slurm.settings import CannotContinue, Settings
 
 _SLURM = {
     "SLURM_PROCID": "3",
@@ -24,7 +23,7 @@ _SLURM = {
 
 
 def _read(**variables: str) -> Settings:
-    return settings.read({**_SLURM, **variables}, "/tmp/own")
+    return Settings({**_SLURM, **variables}, "/tmp/own")
 
 
 def test_a_node_of_twelve():
@@ -77,7 +76,7 @@ def test_ports_and_choices_of_the_user():
     ],
 )
 def test_a_wrong_variable_is_named(variables, message):
-    with pytest.raises(WrongSetting, match=message):
+    with pytest.raises(CannotContinue, match=message):
         _read(**variables)
 
 
@@ -97,13 +96,10 @@ def test_sidecars_of_the_head_and_of_all():
 
 def test_the_sandbox_of_nemo_rl():
     """Its variables are given as ``srun --export`` takes them."""
-    (sandbox,) = _read(
-        SANDBOX_COMMAND="/start.sh", SANDBOX_ENV_VARS="A=1,B,C=x=y,NONE", B="2"
-    ).sidecars
+    (sandbox,) = _read(SANDBOX_COMMAND="/start.sh", SANDBOX_ENV_VARS="A=1,B,C=x=y").sidecars
     assert sandbox.command == "/start.sh"
     assert sandbox.env == {
         "A": "1",
-        "B": "2",
         "C": "x=y",
         "NGINX_PORT": "6000",
         "SANDBOX_WORKER_BASE_PORT": "6001",
@@ -112,11 +108,10 @@ def test_the_sandbox_of_nemo_rl():
     assert (sandbox.probe.kind, sandbox.probe.port) == ("port", 6000)
 
 
-def test_a_sandbox_in_a_container_is_a_step_of_its_own():
-    given = {"SANDBOX_COMMAND": "/start.sh", "SANDBOX_CONTAINER": "image"}
-    with_ray, beside = _read(**given), _read(**given, NEMO_RUN_RAY_SIDECAR_STEP="1")
-    assert (with_ray.is_sidecar_step, beside.is_sidecar_step) == (False, True)
-    assert [one.is_separate for one in with_ray.sidecars] == [True], "the head waits for it"
+def test_a_sandbox_in_a_container_is_started_by_the_script_and_asked_here():
+    (sandbox,) = _read(SANDBOX_COMMAND="/start.sh", SANDBOX_CONTAINER="image").sidecars
+    assert sandbox.command == ""
+    assert sandbox.probe is not None
 
 
 def test_a_driver_is_no_rank_of_the_step():
