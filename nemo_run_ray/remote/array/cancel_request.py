@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from contextlib import suppress
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 from ..files import open_own
 from ..node.output import say
@@ -25,20 +25,6 @@ KIND = "cancel-elements"
 #: Seconds until a driver has taken a request; one that was killed is started again meanwhile.
 TAKEN_S = 120.0
 _LOOK_S = 0.2
-
-
-class CancelRequest(NamedTuple):
-    """A request to end elements, or not to begin them.
-
-    Attributes:
-        path: of its file.
-        ranges: of the elements.
-        only_waiting: leave those alone that have begun by now.
-    """
-
-    path: str
-    ranges: List[Range]
-    only_waiting: bool
 
 
 def request_id(submission_id: str, nonce: str) -> str:
@@ -85,19 +71,18 @@ class CancelRequests:
         self._folder = folder or tempfile.gettempdir()
         self._prefix = _prefix(submission_id)
 
-    def find(self, count: int) -> Iterator[CancelRequest]:
-        """The requests that nobody has removed, for an array of so many elements."""
+    def find(self, count: int) -> Iterator[Tuple[str, List[Range], bool]]:
+        """The requests that nobody has removed, for an array of so many elements.
+
+        Yields:
+            The path of the request, the ranges, and whether those are left alone that have begun.
+        """
         for path in self._paths():
-            try:
+            with suppress(OSError):  # its job has waited too long, or it is another user's
                 with open(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
                     given = json.load(file)
                 ranges = [(max(0, first), min(last, count - 1)) for first, last in given["cancel"]]
-                yield CancelRequest(path, ranges, bool(given["only_waiting"]))
-            except FileNotFoundError:
-                continue  # its job has waited too long
-            except (ValueError, TypeError, KeyError, PermissionError) as error:
-                say(f"{path} is no request to cancel elements: {error}")
-                self.remove(path)
+                yield path, ranges, given["only_waiting"]
 
     def remove(self, path: str) -> None:
         """Tell the job of a request that the driver has taken it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from ..fit import Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..group.driver import connect
@@ -22,7 +22,7 @@ from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
 from ..spec import ArraySpec
-from ..status import NODE_DEAD_S, JobExit, Reason, cause_of, node_dead_s
+from ..status import JobExit, Reason, cause_of, node_dead_s
 from .cancel_request import CancelRequests, log_folder
 from .elements import ElementState, HostRecord, Lease, Leases
 from .hosts import Backoff, Host, HostStarts, HostState, hosts_to_start
@@ -121,12 +121,10 @@ class ArrayDriver:
         self._requests = requests
         self._free_of = free_of
         self._look_at = self._tell_at = 0.0
-        self._written = ""  # the last reason of a host that cannot run elements
         self._nodes: Dict[str, Node] = {}
         self._refusals = Backoff()
         self._cannot: Set[str] = set()  # nodes that cannot run elements
         self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
-        self._unconfirmed: Set[str] = set()  # dead nodes that the end did not wait for
         self._sweeps: Dict[str, Tuple[float, Any]] = {}  # by node, with the time of the next one
         self._settled_at: Optional[float] = None
         #: The reason to lease no more; empty when the job was cancelled.
@@ -211,16 +209,16 @@ class ArrayDriver:
 
     def _cancel_requested(self) -> None:
         """Cancel what clients want, and say so to them when the disk has it."""
-        for request in self._requests.find(self._progress.count):
-            wanted = self._leases.cancel(request.ranges, request.only_waiting)
+        for path, ranges, only_waiting in self._requests.find(self._progress.count):
+            wanted = self._leases.cancel(ranges, only_waiting)
             for host in self.hosts.values():
                 leased = [lease for lease in self._held(host).items() if Lease(*lease) in wanted]
                 if leased:
                     self._order(host, "cancel", elements=leased)
             if self._leases.commit():
-                ranges = ", ".join(f"{first} to {last}" for first, last in request.ranges[:5])
-                say(f"the user has cancelled the elements {ranges}; {len(wanted)} have a host")
-                self._requests.remove(request.path)
+                text = ", ".join(f"{first} to {last}" for first, last in ranges[:5])
+                say(f"the user has cancelled the elements {text}; {len(wanted)} have a host")
+                self._requests.remove(path)
 
     # ------------------------------------------------------------------ reports
 
@@ -231,9 +229,8 @@ class ArrayDriver:
     def died(self, answer: Died) -> None:
         """An actor cannot answer any more."""
         for host in self._of(answer.actor):
-            if answer.is_env or answer.is_start:
-                cause = Reason.RUNTIME_ENV if answer.is_env else Reason.NOT_STARTED
-                self._refused(host, answer.words, cause, has_started=False)
+            if answer.cause is not None:
+                self._refused(host, answer.words, answer.cause, has_started=False)
             else:
                 self._dead(host, answer.words)
 
@@ -319,17 +316,14 @@ class ArrayDriver:
             self._give_up(host)
         else:
             self._drop(host)
-        if not may_run and self._is_hopeless():
-            if self.broken is None:
-                write(f"{reason}\n")
-                is_env = cause is Reason.RUNTIME_ENV
-                last = cause_of(reason) if is_env else f"on {node}: {_last_line(reason)}"
-                self.broken = Reason.RUNTIME_ENV if is_env else Reason.NOT_STARTED, last
-            return
-        if reason != self._written:
-            write(f"{reason}\n")
-            self._written = reason
-        say(f"a host on {node} could not begin; another one is tried later: {_last_line(reason)}")
+        write(f"{reason}\n")
+        if may_run or self.broken is not None or not self._is_hopeless():
+            last = _last_line(reason)
+            say(f"a host on {node} could not begin; another one is tried later: {last}")
+        elif cause is Reason.RUNTIME_ENV:
+            self.broken = cause, cause_of(reason)
+        else:
+            self.broken = Reason.NOT_STARTED, f"on {node}: {_last_line(reason)}"
 
     def _is_hopeless(self) -> bool:
         """Whether no node can be expected to run elements."""
@@ -437,8 +431,13 @@ class ArrayDriver:
             record = self._leases.hosts[number]
             if record.node_id in self._nodes:
                 by_node.setdefault(record.node_id, []).append(record)
-            else:
-                self._prove_by_node(record, now)
+                continue
+            # A node that was only cut off continues until its raylet has noticed.
+            since = self._dead_since.setdefault(record.node_id, now)
+            if not self._leases.held(number) or now >= since + node_dead_s():
+                # What had begun there, nobody knows.
+                self._leases.give_back_all(number, has_run=True)
+                del self.dead[number]
         for node_id, records in by_node.items():
             until, sweep = self._sweeps.get(node_id, (0.0, None))
             answer = None if sweep is None else self._starts.swept(sweep)
@@ -477,23 +476,6 @@ class ArrayDriver:
             self.dead[number] = True
         self._leases.commit()
 
-    def _prove_by_node(self, record: HostRecord, now: float) -> None:
-        """Take back what a host has that Ray counts as dead with its node.
-
-        A node that was only cut off continues until its raylet has noticed. An array that is being
-        ended does not wait for that, since nothing runs a second time.
-        """
-        since = self._dead_since.setdefault(record.node_id, now)
-        if not self._leases.held(record.number) or now >= since + node_dead_s():
-            # What had begun there, nobody knows.
-            self._leases.give_back_all(record.number, has_run=True)
-        elif self._is_stopped:
-            # For the journal a host has it: another attempt of the array waits for the proof.
-            self._unconfirmed.add(record.node_id)
-        else:
-            return
-        del self.dead[record.number]
-
     # ------------------------------------------------------------------ the end
 
     @property
@@ -505,7 +487,13 @@ class ArrayDriver:
         if self._settled_at is None:
             return False
         is_late = time.monotonic() >= self._settled_at + self._spec.grace_s + _CLOSE_S
-        return is_late or not (self.hosts or self.dead)
+        # An array that is being ended does not wait for dead nodes: nothing runs a second time.
+        dead = (
+            number
+            for number in self.dead
+            if not self._is_stopped or self._leases.hosts[number].node_id in self._nodes
+        )
+        return is_late or not (self.hosts or any(True for _ in dead))
 
     def _outcome(self, is_written: bool) -> Tuple[int, str]:
         """The exit code, and how the array ended in words."""
@@ -531,14 +519,8 @@ class ArrayDriver:
         """The nodes where processes may be left, in words; none when that is proven."""
         living = [host for host in self.hosts.values() if host.state is not HostState.LEAVING]
         numbers = {*(host.record.number for host in living), *self._unproven}
-        others = {self._leases.hosts[number].node_id for number in numbers}
-        places = []
-        if self._unconfirmed:
-            nodes = _names(self._unconfirmed)
-            places.append(f"for {NODE_DEAD_S:.0f} s on {nodes}, which Ray counts as dead")
-        if others:
-            places.append(f"on {_names(others)}, where nothing says that all have ended")
-        return tuple(places)
+        nodes = sorted({self._leases.hosts[number].node_id[:12] for number in numbers})
+        return (f"on {', '.join(nodes)}, where nothing says that all have ended",) if nodes else ()
 
     def _obey(self) -> None:
         order = self._runner.order()
@@ -576,8 +558,3 @@ class ArrayDriver:
 def _last_line(reason: str) -> str:
     """Of a traceback this is the error."""
     return reason.strip().rpartition("\n")[2]
-
-
-def _names(node_ids: Collection[str]) -> str:
-    """Nodes as a line of a log names them."""
-    return ", ".join(sorted(node_id[:12] for node_id in node_ids))

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from .. import FOLDER
 from ..fit import TOLERANCE, Node, slots
-from ..hosts.actors import (
-    Actor,
-    ReplicaHandle,
-    actor_class,
-    code_of,
-    key_of,
-    module_function,
-    name,
-    prepare_order,
-    tar,
-)
+from ..hosts.actors import Actor, Actors, ReplicaHandle, module_function, prepare_order
 from ..hosts.relay import PROGRAM
-from ..node.rundir import jobs_folder
 from ..spec import ArraySpec
 from .elements import HostRecord
 
@@ -99,34 +86,17 @@ class HostStarts:
         self._secrets = secrets
         self._config = config
         self._count = count
-        self._class, self._program = ray.remote(actor_class()), ray.remote(module_function())
-        self._package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
-        self._codes: Dict[str, Any] = {}
-        if spec.host.task.has_code:
-            folder = code_of(spec.host)
-            self._codes[key_of(folder)] = ray.put(tar(folder))
+        self._actors, self._program = Actors(ray), ray.remote(module_function())
 
     def start(self, record: HostRecord, node: Node, count: int) -> Host:
         """Start the actor of a host on a node; Ray keeps its resources for the slots."""
         role = self._spec.host
         resources = {key: amount * count for key, amount in role.resources.items()}
-        memory = resources.pop("memory", None)
-        options = self._class.options(
-            num_cpus=resources.pop("CPU", 0),
-            num_gpus=resources.pop("GPU", 0),
-            memory=int(memory) if memory else None,
-            resources=resources,
-            max_concurrency=8,
-            runtime_env=role.runtime_env or None,
-            scheduling_strategy=self._on(node.node_id),
-        )
         replica = ReplicaHandle(
             (role.name, record.number), role, node, 0, record.tag, record.run_dir
         )
-        places = [(name(replica.replica_id), record.tag, record.run_dir, "array.host")]
-        handle = options.remote(places, list(self._codes), self._package, *self._codes.values())
-        replica.actor = Actor(handle, [replica])
-        return Host(record, replica, replica.actor, count, time.monotonic() + _PLACED_S)
+        actor = self._actors.start([replica], resources, self._on(node.node_id), "array.host")
+        return Host(record, replica, actor, count, time.monotonic() + _PLACED_S)
 
     def prepare(self, host: Host) -> Dict[str, Any]:
         """The order that makes a host ready."""
@@ -148,7 +118,7 @@ class HostStarts:
         task = self._program.options(
             num_cpus=0, max_retries=0, scheduling_strategy=self._on(node_id)
         )
-        return task.remote(self._package, PROGRAM, f"{__package__}.notes", request, env)
+        return task.remote(self._actors.package, PROGRAM, f"{__package__}.notes", request, env)
 
     def swept(self, reference: Any) -> Mapping[str, Any] | None:
         """The answer of a sweep; ``None`` when it is not there yet."""

@@ -464,8 +464,7 @@ def events_of(answer: Answer) -> Iterator[Event]:
     """Turn an answer into events, and write what the replicas have printed into the log."""
     for handle in answer.actor.replicas:
         if isinstance(answer, Died):
-            cause = Reason.RUNTIME_ENV if answer.is_env else Reason.NOT_STARTED
-            yield from losses(handle, answer.words, cause)
+            yield from losses(handle, answer.words, answer.cause or Reason.NOT_STARTED)
             continue
         if handle.node.node_id != answer.node_id:
             yield from losses(handle, f"Ray has moved the replica to the node {answer.node_id}")

@@ -32,6 +32,8 @@ ReplicaId = Tuple[str, int]
 _PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
 #: Replicas that ask for these alone share an actor: Ray hands neither out piece by piece.
 _SHARED = {"CPU", "memory"}
+#: Resources for which Ray's actors have options of their own.
+_OWN_OPTIONS = ("CPU", "GPU", "memory")
 
 
 def name(replica_id: ReplicaId) -> str:
@@ -90,39 +92,75 @@ def actor_of(replica: ReplicaHandle) -> Actor:
     return replica.actor
 
 
-def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandle]) -> List[Actor]:
-    """Start the actors that serve the replicas, each in a bundle of theirs."""
-    package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
-    codes: Dict[str, Any] = {}  # by the folder on this node
-    made = ray.remote(actor_class())
-    actors = []
-    for served in _by_actor(replicas):
-        folders = list(
-            dict.fromkeys(code_of(replica.role) for replica in served if replica.role.task.has_code)
-        )
+class Actors:
+    """Starts actors. What they all need goes to Ray's object store once.
+
+    Args:
+        ray: the module, connected.
+
+    Attributes:
+        package: reference of an archive of this package and the job's files.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._class = ray.remote(actor_class())
+        self._put = ray.put
+        self._codes: Dict[str, Any] = {}  # by the folder on this node
+        self.package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
+
+    def start(
+        self,
+        replicas: List[ReplicaHandle],
+        resources: Mapping[str, float],
+        strategy: Any,
+        program: str = "group.replica",
+    ) -> Actor:
+        """Start the actor that serves some replicas of one node.
+
+        Args:
+            replicas: these; they have one runtime environment.
+            resources: to reserve for them, by Ray's names.
+            strategy: where Ray places it.
+            program: module of this package that the replicas' processes run.
+        """
+        roles = [replica.role for replica in replicas]
+        folders = dict.fromkeys(code_of(role) for role in roles if role.task.has_code)
         for folder in folders:
-            if folder not in codes:
-                codes[folder] = ray.put(tar(folder))
-        first = served[0]
-        resources = {} if first.can_share_actor else dict(first.role.resources)
-        options = made.options(
-            num_cpus=resources.pop("CPU", 0),
-            num_gpus=resources.pop("GPU", 0),
-            memory=resources.pop("memory", None),
-            resources=resources,
+            if folder not in self._codes:
+                self._codes[folder] = self._put(tar(folder))
+        others = {key: amount for key, amount in resources.items() if key not in _OWN_OPTIONS}
+        handle = self._class.options(
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
+            memory=int(resources.get("memory", 0)) or None,
+            resources=others,
             max_concurrency=8,  # pulls that wait, pulls behind broken lines, orders
-            runtime_env=first.role.runtime_env or None,
-            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                placement_group, first.bundle
-            ),
+            runtime_env=roles[0].runtime_env or None,
+            scheduling_strategy=strategy,
+        ).remote(
+            [(name(one.replica_id), one.tag, one.run_dir, program) for one in replicas],
+            [key_of(folder) for folder in folders],
+            self.package,
+            *(self._codes[folder] for folder in folders),
         )
-        places = [(name(replica.replica_id), replica.tag, replica.run_dir) for replica in served]
-        names = [key_of(folder) for folder in folders]
-        handle = options.remote(places, names, package, *(codes[folder] for folder in folders))
-        actors.append(Actor(handle, served))
-        for replica in served:
-            replica.actor = actors[-1]
-    return actors
+        actor = Actor(handle, replicas)
+        for replica in replicas:
+            replica.actor = actor
+        return actor
+
+
+def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandle]) -> List[Actor]:
+    """Start the actors that serve the replicas of a group, each in a bundle of theirs."""
+    actors = Actors(ray)
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    return [
+        actors.start(
+            served,
+            {} if served[0].can_share_actor else served[0].role.resources,
+            strategy(placement_group, served[0].bundle),
+        )
+        for served in _by_actor(replicas)
+    ]
 
 
 def code_of(role: RoleSpec) -> str:

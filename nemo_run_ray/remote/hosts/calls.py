@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from ..node.output import write
-from ..status import cause_of
+from ..status import Reason, cause_of
 from .actors import Actor, ReplicaHandle, actor_of, name
 
 #: Seconds to wait for an answer.
@@ -27,9 +39,8 @@ class _Call(NamedTuple):
     """A call of an actor: an order to a replica, or a pull for all of them."""
 
     actor: Actor
-    replica: Optional[ReplicaHandle] = None
-    order: Mapping[str, Any] = {}
-    number: int = 0
+    make: Callable[[], Any]
+    is_pull: bool
 
 
 class Pulled(NamedTuple):
@@ -52,14 +63,12 @@ class Died(NamedTuple):
     Attributes:
         actor: the actor.
         words: why.
-        is_env: whether it never came up, since its runtime environment could not be built.
-        is_start: whether it never came up, since it failed at its start.
+        cause: the kind of the reason when it never came up; else ``None``.
     """
 
     actor: Actor
     words: str
-    is_env: bool = False
-    is_start: bool = False
+    cause: Optional[Reason] = None
 
 
 Answer = Union[Pulled, Died]
@@ -85,18 +94,25 @@ class Calls:
 
     def order(self, replica: ReplicaHandle, order: Mapping[str, Any]) -> None:
         """Give a replica an order; nothing is answered to it."""
-        self._make(_Call(actor_of(replica), replica, order, replica.orders))
+        actor = actor_of(replica)
+        arguments = name(replica.replica_id), replica.orders, dict(order)
+        self._make(_Call(actor, lambda: actor.handle.order.remote(*arguments), is_pull=False))
         replica.orders += 1
 
     def pull(self, actor: Actor) -> None:
         """Ask an actor for its replicas' reports that are not here yet."""
-        self._make(_Call(actor))
+
+        def make() -> Any:
+            seen = {name(replica.replica_id): replica.seen for replica in actor.replicas}
+            return actor.handle.pull.remote(seen, _PULL_S, self._gather_s)
+
+        self._make(_Call(actor, make, is_pull=True))
 
     def repeat(self) -> None:
         """Make those calls again that are due."""
         now = time.monotonic()
         for reference, (asked_at, call) in list(self._awaited.items()):
-            if now >= asked_at + _UNANSWERED_S and call.replica is None and call.actor.answers:
+            if now >= asked_at + _UNANSWERED_S and call.is_pull and call.actor.answers:
                 del self._awaited[reference]
                 self._make(call)
         due = [call for due_at, call in self._again if now >= due_at]
@@ -128,43 +144,31 @@ class Calls:
         return len(confirmed) == len(ends) and all(confirmed)
 
     def _make(self, call: _Call) -> None:
-        if call.replica is None:
-            seen = {name(replica.replica_id): replica.seen for replica in call.actor.replicas}
-            reference = call.actor.handle.pull.remote(seen, _PULL_S, self._gather_s)
-        else:
-            key = name(call.replica.replica_id)
-            reference = call.actor.handle.order.remote(key, call.number, dict(call.order))
-        self._awaited[reference] = time.monotonic(), call
+        self._awaited[call.make()] = time.monotonic(), call
 
     def _answer(self, call: _Call, reference: Any) -> Optional[Answer]:
+        exceptions = self._ray.exceptions
         try:
             answer = self._ray.get(reference)
-        except self._ray.exceptions.ActorUnavailableError:
+        except exceptions.ActorUnavailableError:
             self._again.append((time.monotonic() + _AGAIN_S, call))  # its node may come back
             return None
-        except self._ray.exceptions.RayError as error:
+        except exceptions.RayError as error:
             call.actor.dead = True
-            is_env = isinstance(error, self._ray.exceptions.RuntimeEnvSetupError)
-            is_start = bool(getattr(error, "actor_init_failed", False))
-            return Died(call.actor, self._why_dead(error), is_env, is_start)
+            if isinstance(error, exceptions.RuntimeEnvSetupError):
+                write(f"{error}\n")  # the whole error, for readers of the log
+                words = f"the runtime environment could not be built: {cause_of(str(error))}"
+                return Died(call.actor, words, Reason.RUNTIME_ENV)
+            lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
+            if getattr(error, "actor_init_failed", False):  # the last line of a traceback says why
+                words = f"Ray's worker there failed at its start: {lines[-1]}"
+                return Died(call.actor, words, Reason.NOT_STARTED)
+            return Died(call.actor, f"Ray's worker there died: {lines[0] if lines else ''}")
         call.actor.answers = True
-        return Pulled(call.actor, *answer) if call.replica is None else None
-
-    def _why_dead(self, error: Exception) -> str:
-        if isinstance(error, self._ray.exceptions.RuntimeEnvSetupError):
-            write(f"{error}\n")  # the whole error, for readers of the log
-            return f"the runtime environment could not be built: {cause_of(str(error))}"
-        if getattr(error, "actor_init_failed", False):  # of a traceback the last line is the error
-            return f"Ray's worker there failed at its start: {_lines(error)[-1]}"
-        return f"Ray's worker there died: {_lines(error)[0]}"
+        return Pulled(call.actor, *answer) if call.is_pull else None
 
     def _has_ended(self, reference: Any) -> bool:
         try:
             return bool(self._ray.get(reference))
         except self._ray.exceptions.RayError:
             return False
-
-
-def _lines(error: BaseException) -> List[str]:
-    lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
-    return lines or [type(error).__name__]

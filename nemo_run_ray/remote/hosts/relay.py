@@ -36,7 +36,6 @@ from typing import (
     Iterator,
     List,
     Mapping,
-    NamedTuple,
     NoReturn,
     Optional,
     Sequence,
@@ -65,8 +64,6 @@ _SAY_S = 5.0
 _UNSENT_MAX = 4 * 2**20
 #: Bytes of one replica's reports kept for the driver; beyond it the role's processes wait to write.
 _KEPT_MAX = 8 * 2**20
-#: Bytes of one replica's reports in one answer.
-_ANSWER_MAX = 2**20
 #: Seconds for the processes to end and to remove their folders.
 _CLOSE_S = 10.0
 #: Text of a program that runs ``main`` of a module of this package: its arguments are the package's
@@ -77,36 +74,21 @@ PROGRAM = (
 )
 
 
-class Place(NamedTuple):
-    """One replica of an actor.
-
-    Attributes:
-        key: names the replica.
-        tag: in the environment of all its processes.
-        run_dir: name of its run directory.
-        program: module of this package that its process runs.
-    """
-
-    key: str
-    tag: str
-    run_dir: str
-    program: str = "group.replica"
-
-
 class Relays:
     """All replicas of one actor. The methods are called from any thread.
 
     Args:
         folder: of this actor alone; the replicas' processes remove it.
-        places: one for each replica.
+        places: of each replica the key that names it, the tag in the environment of all its
+            processes, the name of its run directory, and the module that its process runs.
     """
 
     def __init__(self, folder: str, places: Sequence[Tuple[str, ...]]) -> None:
         self._folder = folder
         self._changed = threading.Condition()
         self._relays = {
-            place.key: _Relay(folder, place, self._changed, is_alone=len(places) == 1)
-            for place in (Place(*values) for values in places)
+            place[0]: _Relay(folder, place, self._changed, is_alone=len(places) == 1)
+            for place in places
         }
         for relay in self._relays.values():
             relay.listen()
@@ -135,12 +117,14 @@ class Relays:
             self._changed.notify_all()
             relays = self._relays.values()
             has_some = self._changed.wait_for(lambda: any(one.kept for one in relays), patience_s)
-            is_full = any(one.kept_bytes >= _ANSWER_MAX for one in relays)
-        if has_some and not is_full:
+        if has_some:
             time.sleep(gather_s)
         with self._changed:
-            found = {key: relay.answer() for key, relay in self._relays.items()}
-        return {key: reports for key, reports in found.items() if reports[1]}
+            return {
+                key: (relay.first, [report.decode() for report in relay.kept])
+                for key, relay in self._relays.items()
+                if relay.kept
+            }
 
     def close(self) -> bool:
         """End the processes and wait until nothing of them is left; whether they have ended."""
@@ -161,9 +145,13 @@ class _Relay:
     """One replica's process, and its reports that the driver does not have yet."""
 
     def __init__(
-        self, folder: str, place: Place, changed: threading.Condition, is_alone: bool
+        self,
+        folder: str,
+        place: Sequence[str],
+        changed: threading.Condition,
+        is_alone: bool,
     ) -> None:
-        self._place = place
+        _, self._tag, self._run_dir, program = place
         self._folder, self._is_alone = folder, is_alone
         self._changed = changed
         self._ordering = threading.Lock()
@@ -171,17 +159,17 @@ class _Relay:
         self._next = 0
         self.kept: Deque[bytes] = deque()  # reports
         self.kept_bytes = 0
-        self._first = 0  # number of the oldest report that is kept
+        self.first = 0  # number of the oldest report that is kept
         self.gone = threading.Event()
-        self._closing = self._keeps_run_dir = False
+        self._closing = False
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
-        module = f"{__package__.rpartition('.')[0]}.{place.program}"
+        module = f"{__package__.rpartition('.')[0]}.{program}"
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", PROGRAM, package, folder, str(theirs.fileno()), module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, SUPERVISOR_TAG: place.tag},
+            env={**os.environ, SUPERVISOR_TAG: self._tag},
         )
         theirs.close()
 
@@ -191,8 +179,6 @@ class _Relay:
 
     def order(self, number: int, order: Dict[str, Any]) -> None:
         with self._ordering:
-            if order["do"] == "prepare":
-                self._keeps_run_dir = json.loads(order["role"])["task"]["keep_run_dir"]
             if number >= self._next:
                 self._early[number] = order
             while self._next in self._early:
@@ -202,20 +188,9 @@ class _Relay:
                     self._channel.sendall(data + b"\n")
 
     def forget(self, count: int) -> None:
-        while self.kept and self._first < count:
+        while self.kept and self.first < count:
             self.kept_bytes -= len(self.kept.popleft())
-            self._first += 1
-
-    def answer(self) -> Tuple[int, List[str]]:
-        """The number of the first report, and the oldest reports that one answer may hold."""
-        answer: List[str] = []
-        size_bytes = 0
-        for report in self.kept:
-            if answer and size_bytes + len(report) > _ANSWER_MAX:
-                break
-            answer.append(report.decode())
-            size_bytes += len(report)
-        return self._first, answer
+            self.first += 1
 
     def hang_up(self) -> None:
         self._closing = True
@@ -231,9 +206,9 @@ class _Relay:
                     self._keep(last)
         is_expected, killed = self._closing, 0
         # One that was not killed has ended everything, and has removed what is not to be kept.
-        if last != OVER and not (is_expected and self._keeps_run_dir):
-            killed = kill_tagged(self._place.tag)
-            RunDir(self._place.run_dir, base=run_dirs(command.tmpdir())).remove()
+        if last != OVER:
+            killed = kill_tagged(self._tag)
+            RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
         if not is_expected:
             if self._is_alone:
                 shutil.rmtree(self._folder, ignore_errors=True)

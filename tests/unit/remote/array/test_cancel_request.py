@@ -28,7 +28,7 @@ def test_a_request_is_over_when_the_driver_has_taken_it(requests):
     (request,) = requests.find(8)
     assert request[1:] == ([(0, 1), (5, 7)], True)
     assert codes == []
-    requests.remove(request.path)
+    requests.remove(request[0])
     thread.join()
     assert codes == [0]
 
@@ -40,11 +40,7 @@ def test_a_request_that_no_driver_takes_fails_and_is_gone(requests, monkeypatch,
     assert os.listdir(tmp_path) == []
 
 
-def test_what_is_no_request_is_removed_and_told(requests, tmp_path, capfd):
-    for index, text in enumerate(("", "[]", '{"cancel": [["a", 1]], "only_waiting": true}')):
-        (tmp_path / f"{requests._prefix}{index}").write_text(text)
+def test_a_request_of_another_array_or_user_is_none(requests, tmp_path):
     (tmp_path / f"{requests._prefix}link").symlink_to("/etc/passwd")
     (tmp_path / "nemo_run_ray-e_1.array2.cancel~x").write_text("of another array")
     assert list(requests.find(8)) == []
-    assert os.listdir(tmp_path) == ["nemo_run_ray-e_1.array2.cancel~x"]
-    assert capfd.readouterr().out.count("is no request to cancel elements") == 4

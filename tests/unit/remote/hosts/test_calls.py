@@ -13,6 +13,7 @@ from nemo_run_ray.remote.hosts import calls as calls_module
 from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
 from nemo_run_ray.remote.hosts.calls import Calls, Died, Pulled
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec
+from nemo_run_ray.remote.status import Reason
 
 
 class RayError(Exception):
@@ -109,5 +110,5 @@ def test_a_start_that_has_failed_is_told_with_its_error(ray, calls):
     ray.answers[2] = StartFailed("The actor died in its creation task\n\nOSError: disk full\n")
     (died,) = calls.answers()
     assert died == Died(
-        ray.actor, "Ray's worker there failed at its start: OSError: disk full", is_start=True
+        ray.actor, "Ray's worker there failed at its start: OSError: disk full", Reason.NOT_STARTED
     )
