@@ -16,15 +16,15 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from ..fit import Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..group.driver import connect
-from ..hosts.actors import forget_runtime_env, name
-from ..hosts.calls import Calls, Died, Pulled
+from ..hosts.actors import forget_runtime_env
+from ..hosts.calls import Answer, Calls, Died, Pulled
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
 from ..spec import ArraySpec
 from ..status import JobExit, Reason, cause_of, node_dead_s
 from .cancel_request import CancelRequests, log_folder
-from .elements import ElementState, HostRecord, Lease, Leases
+from .elements import ElementState, HostRecord, Leases
 from .hosts import Backoff, Host, HostStarts, HostState, hosts_to_start
 from .status import StatusFile
 
@@ -81,7 +81,11 @@ def _free_of(ray: Any) -> Dict[str, Dict[str, float]]:
     """The free resources of every node."""
     from ray.autoscaler.v2.sdk import get_cluster_status
 
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    try:
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    except ray.exceptions.RayError as error:  # no host is started meanwhile
+        say(f"Ray does not say what its nodes have free: {error}")
+        return {}
     return {
         node.node_id: {row.resource_name: row.total - row.used for row in node.resource_usage.usage}
         for node in (*status.active_nodes, *status.idle_nodes)
@@ -212,9 +216,9 @@ class ArrayDriver:
         for path, ranges, only_waiting in self._requests.find(self._progress.count):
             wanted = self._leases.cancel(ranges, only_waiting)
             for host in self.hosts.values():
-                leased = [lease for lease in self._held(host).items() if Lease(*lease) in wanted]
+                leased = wanted & self._held(host).items()
                 if leased:
-                    self._order(host, "cancel", elements=leased)
+                    self._order(host, "cancel", elements=list(leased))
             if self._leases.commit():
                 text = ", ".join(f"{first} to {last}" for first, last in ranges[:5])
                 say(f"the user has cancelled the elements {text}; {len(wanted)} have a host")
@@ -222,27 +226,27 @@ class ArrayDriver:
 
     # ------------------------------------------------------------------ reports
 
-    def _of(self, actor: Any) -> List[Host]:
-        """The host of an actor, unless it is given up."""
-        return [host for host in self.hosts.values() if host.actor is actor]
+    def _host_of(self, answer: Answer) -> Optional[Host]:
+        """The host that has answered, unless it is given up."""
+        return self.hosts.get(answer.actor.replicas[0].replica_id[1])
 
     def died(self, answer: Died) -> None:
         """An actor cannot answer any more."""
-        for host in self._of(answer.actor):
-            if answer.cause is not None:
-                self._refused(host, answer.words, answer.cause, has_started=False)
-            else:
-                self._dead(host, answer.words)
+        host = self._host_of(answer)
+        if host is not None and answer.cause is not None:
+            self._refused(host, answer.words, answer.cause, has_started=False)
+        elif host is not None:
+            self._dead(host, answer.words)
 
     def hear(self, answer: Pulled) -> None:
         """Take what an actor has answered, and ask it again."""
-        for host in self._of(answer.actor):
-            first, reports = answer.reports.get(name(host.replica.replica_id), (0, []))
+        for first, reports in answer.reports.values():
             for number, report in enumerate(reports, start=first):
-                if number == host.replica.seen and host.record.number in self.hosts:
+                host = self._host_of(answer)
+                if host is not None and number == host.replica.seen:
                     host.replica.seen += 1
                     self._report(host, json.loads(report))
-        if self._of(answer.actor):  # it may be given up by now
+        if self._host_of(answer) is not None:
             self._calls.pull(answer.actor)
 
     def _report(self, host: Host, report: Mapping[str, Any]) -> None:
@@ -269,13 +273,13 @@ class ArrayDriver:
                 "milliseconds"
             )
         elif kind == "lost":
-            lease = Lease(*report["lease"])
-            if self._leases.give_back(lease, number, has_run=True):
-                say(f"the process was killed that knew how element {lease.element} has ended")
+            if self._leases.give_back(report["lease"], number, has_run=True):
+                element, _ = report["lease"]
+                say(f"the process was killed that knew how element {element} has ended")
         elif kind == "handed_back":
             host.is_asked = False
-            for row in report["leases"]:
-                self._leases.give_back(Lease(*row), number, has_run=False)
+            for lease in report["leases"]:
+                self._leases.give_back(lease, number, has_run=False)
             if "reason" in report:
                 host.rests_until = time.monotonic() + _FULL_S
                 say(f"elements wait for other nodes, or for {_FULL_S:g} s: {report['reason']}")
@@ -466,7 +470,7 @@ class ArrayDriver:
                 self._leases.ended(number, row)
             again = len(self._leases.held(number))
             for lease in begun:
-                self._leases.give_back(Lease(*lease), number, has_run=True)
+                self._leases.give_back(lease, number, has_run=True)
             self._leases.give_back_all(number, has_run=False)
             if before:
                 say(

@@ -179,14 +179,6 @@ class Lease(NamedTuple):
     attempt: int
 
 
-class Failure(NamedTuple):
-    """An element that has failed, and the reason."""
-
-    element: int
-    code: int
-    reason: str
-
-
 class Stretch(NamedTuple):
     """Elements in a row about which the same is known.
 
@@ -213,7 +205,7 @@ class ArrayProgress:
         permanent_exit_codes: that no further attempt would change.
 
     Attributes:
-        failures: the first ones.
+        failures: the first ones: their indices, exit codes and reasons.
         has_run: an element has ended by itself.
         held: of every host the elements that it has, with their attempts.
         is_over: no element begins any more, and none runs: those that are not over were cancelled.
@@ -224,7 +216,7 @@ class ArrayProgress:
     ) -> None:
         self.count = count
         self._retries, self._permanent_exit_codes = retries, permanent_exit_codes
-        self.failures: List[Failure] = []
+        self.failures: List[Tuple[int, int, str]] = []
         self.has_run = self.is_over = False
         self.held: Dict[int, Dict[int, int]] = {}
         self._states = bytearray(count)
@@ -338,7 +330,7 @@ class ArrayProgress:
         self._codes[index] = code & 0xFF
         self._move(index, ElementState.FAILED)
         if len(self.failures) < _SHOWN_FAILURES:
-            self.failures.append(Failure(index, code, reason))
+            self.failures.append((index, code, reason))
 
     def _move(self, index: int, state: ElementState) -> None:
         self._counts[self._states[index]] -= 1
@@ -456,20 +448,21 @@ class Leases:
         self._note(record)
         return [record.element, record.attempt, self._elements[record.element]]
 
-    def give_back(self, lease: Lease, host: int, has_run: bool) -> bool:
+    def give_back(self, lease: Sequence[int], host: int, has_run: bool) -> bool:
         """Let an element wait again that a host has not begun, or whose host is proven dead.
 
         Returns:
             Whether the host had it.
         """
-        return self._note(Record(lease.element, GIVEN_BACK, host, lease.attempt, int(has_run)))
+        element, attempt = lease
+        return self._note(Record(element, GIVEN_BACK, host, attempt, int(has_run)))
 
     def give_back_all(self, host: int, has_run: bool) -> None:
         """Let all elements of a host wait again, as ``give_back`` does."""
         for lease in list(self.held(host).items()):
-            self.give_back(Lease(*lease), host, has_run)
+            self.give_back(lease, host, has_run)
 
-    def cancel(self, ranges: Sequence[Tuple[int, int]], only_waiting: bool) -> Set[Lease]:
+    def cancel(self, ranges: Sequence[Tuple[int, int]], only_waiting: bool) -> Set[Tuple[int, int]]:
         """Let elements be cancelled that are not over.
 
         Args:
@@ -491,7 +484,7 @@ class Leases:
                     self._note(Record(index, CANCELLED))
             elif not only_waiting:
                 self._note(Record(index, CANCELLED))
-                wanted.add(Lease(index, leased[index]))
+                wanted.add((index, leased[index]))
         return wanted
 
     def ended(self, host: int, row: Sequence[Any]) -> bool:
@@ -506,7 +499,7 @@ class Leases:
         """
         element, attempt, code, seconds, reason = row[:5]
         if self.is_ending and code:  # another attempt of the array runs it again
-            return self.give_back(Lease(element, attempt), host, has_run=False)
+            return self.give_back(row[:2], host, has_run=False)
         if code and self._has_names:
             reason = f"{self._elements[element][0]}: {reason}"
         if not self._note(Record(element, ENDED, host, attempt, code), reason):

@@ -86,10 +86,7 @@ class Relays:
     def __init__(self, folder: str, places: Sequence[Tuple[str, ...]]) -> None:
         self._folder = folder
         self._changed = threading.Condition()
-        self._relays = {
-            place[0]: _Relay(folder, place, self._changed, is_alone=len(places) == 1)
-            for place in places
-        }
+        self._relays = {place[0]: _Relay(folder, place, self._changed) for place in places}
         for relay in self._relays.values():
             relay.listen()
 
@@ -149,10 +146,9 @@ class _Relay:
         folder: str,
         place: Sequence[str],
         changed: threading.Condition,
-        is_alone: bool,
     ) -> None:
         _, self._tag, self._run_dir, program = place
-        self._folder, self._is_alone = folder, is_alone
+        self._folder = folder
         self._changed = changed
         self._ordering = threading.Lock()
         self._early: Dict[int, Dict[str, Any]] = {}
@@ -210,8 +206,7 @@ class _Relay:
             killed = kill_tagged(self._tag)
             RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
         if not is_expected:
-            if self._is_alone:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._keep(json.dumps({"at": "gone", "left": killed}).encode())
         self.gone.set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from .. import FOLDER
 from ..node import command
@@ -36,7 +36,7 @@ class Workspace:
             raise ValueError("the order to prepare holds no role")
         self._order = order
         self._tag = str(order["tag"])
-        self._run_dir: Optional[RunDir] = None
+        self._run_dir = RunDir(order["run_dir"])
         self._env: Dict[str, str] = {}
         self._held: Dict[str, socket.socket] = {}  # ports, until the role's processes take them
         self.role = role
@@ -55,7 +55,7 @@ class Workspace:
             OSError, ValueError: this node cannot host the replica; the message says why.
         """
         order, role = self._order, self.role
-        run_dir = self._run_dir = RunDir(order["run_dir"])
+        run_dir = self._run_dir
         code = os.path.join(folder, order["code"]) if role.task.has_code else None
         run_dir.create(os.path.join(os.path.dirname(FOLDER), JOBS), order["job"], code)
         given = {**_of_node(role), **order["given"]}
@@ -87,7 +87,7 @@ class Workspace:
 
     def remove(self) -> None:
         """Remove the run directory, unless the task wants it to be kept."""
-        if self._run_dir is not None and not self.role.task.keep_run_dir:
+        if not self.role.task.keep_run_dir:
             self._run_dir.remove()
 
     # ------------------------------------------------------------------ start
@@ -115,12 +115,12 @@ class Workspace:
         """
         own = {**self._env, **self.variables(env), TAG: self._tag}
         task = self.role.task._replace(argv=tuple(argv))
-        return command.argv_of(task, self._folders, own), own, self._cwd
+        return command.argv_of(task, self._run_dir, own), own, self._cwd
 
     def variables(self, env: Mapping[str, str]) -> Dict[str, str]:
         """The variables of one element as they are here: paths and NeMo-Run's macros replaced."""
-        folders = self._folders
-        return {name: command.expand(folders.map(value), self._env) for name, value in env.items()}
+        run_dir = self._run_dir
+        return {name: command.expand(run_dir.map(value), self._env) for name, value in env.items()}
 
     def probe_command(self, probe: ProbeSpec) -> Tuple[ProbeSpec, Dict[str, str], str]:
         """The probe with this node's values in its command, and the command's place."""
@@ -132,17 +132,11 @@ class Workspace:
     @property
     def root(self) -> str:
         """The root of the run directory."""
-        return self._folders.root
-
-    @property
-    def _folders(self) -> RunDir:
-        if self._run_dir is None:
-            raise ValueError("the run directory is used before it is made")
-        return self._run_dir
+        return self._run_dir.root
 
     @property
     def _cwd(self) -> str:
-        return self.role.task.cwd or self._folders.code
+        return self.role.task.cwd or self._run_dir.code
 
 
 def _of_node(role: RoleSpec) -> Dict[str, str]:
