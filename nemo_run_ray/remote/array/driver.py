@@ -396,10 +396,8 @@ class ArrayDriver:
             self._tell_at = now + _TELL_S
             request = ResourceRequest(role.resources, role.label_selector)
             why = why_not(request, list(self._nodes.values()))
-            if why:
-                say(f"no element can begin: {why}; waiting for a node that joins")
-            else:
-                say(f"no node has room for an element, which needs {request}; waiting")
+            why = why or f"no node has room now for an element, which needs {request}"
+            say(f"no element can begin: {why}; waiting")
 
     def _end(self, host: Host) -> None:
         """Let a host end what it runs; one that has not come up ends with its actor."""

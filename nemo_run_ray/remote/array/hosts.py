@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from dataclasses import dataclass
 from enum import Enum
@@ -145,24 +146,18 @@ def hosts_to_start(
         need: of one element; never empty.
         wanted: how many elements they are to run at a time in all.
     """
-    left = {node: slots(resources, need) for node, resources in available.items()}
-    sizes: Dict[str, int] = {}
-    while wanted > 0 and any(left.values()):
-        for node in sorted(left, key=lambda node_id: -left[node_id]):
-            if wanted > 0 and left[node] > 0:
-                left[node] -= 1
-                sizes[node] = sizes.get(node, 0) + 1
-                wanted -= 1
+    rooms = sorted((slots(resources, need), node) for node, resources in available.items())
     gpus = need.get("GPU", 0.0)
-    if gpus == int(gpus):
-        return list(sizes.items())
     # Ray gives an actor a part of one GPU, or whole ones.
-    most = max(1, int(1.0 / gpus + TOLERANCE))
-    return [
-        (node, min(most, size - first))
-        for node, size in sizes.items()
-        for first in range(0, size, most)
-    ]
+    most = max(1, int(1.0 / gpus + TOLERANCE)) if gpus % 1 else sys.maxsize
+    planned = []
+    for index, (room, node) in enumerate(rooms):
+        count = min(room, max(0, wanted) // (len(rooms) - index))
+        wanted -= count
+        while count > 0:
+            planned.append((node, min(most, count)))
+            count -= most
+    return planned
 
 
 class Backoff:

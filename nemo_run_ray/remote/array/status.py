@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from contextlib import suppress
 from typing import Optional
 
@@ -22,8 +23,8 @@ from .elements import ArrayProgress, ElementState
 _WRITE_S, _PAUSE = 1.0, 20
 #: Seconds between two lines about the progress in the log.
 _TELL_S = 30.0
-#: Seconds over which the rate is measured.
-_RATE_S = 30.0
+#: Writes over which the rate is measured.
+_RATE_ROWS = 30
 
 
 class StatusFile:
@@ -38,7 +39,7 @@ class StatusFile:
         self._folder, self._submission_id = folder, submission_id
         self._write_at = self._write_states_at = 0.0
         self._tell_at = time.monotonic() + _TELL_S
-        self._seen = [(time.monotonic(), 0)]
+        self._seen = deque([(time.monotonic(), 0)], maxlen=_RATE_ROWS)
 
     def write(self, progress: ArrayProgress, running: int) -> None:
         """Show where the array is, at most once a second before its end.
@@ -69,7 +70,6 @@ class StatusFile:
 
     def _rows(self, progress: ArrayProgress, running: int, now: float) -> ArrayRows:
         ended = progress.ended_count
-        self._seen = [row for row in self._seen if now - row[0] <= _RATE_S] or self._seen[-1:]
         self._seen.append((now, ended))
         first_at, first = self._seen[0]
         rate = (ended - first) / (now - first_at) if now > first_at else 0.0

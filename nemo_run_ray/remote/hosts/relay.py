@@ -63,7 +63,7 @@ _SAY_S = 5.0
 #: Bytes of reports that wait for the actor before the output is no longer read.
 _UNSENT_MAX = 4 * 2**20
 #: Bytes of one replica's reports kept for the driver; beyond it the role's processes wait to write.
-_KEPT_MAX = 8 * 2**20
+_KEPT_MAX = 2 * 2**20
 #: Seconds for the processes to end and to remove their folders.
 _CLOSE_S = 10.0
 #: Text of a program that runs ``main`` of a module of this package: its arguments are the package's

@@ -137,7 +137,12 @@ def replicas(relays, tag, temporary) -> Iterator[Callable[..., list[Site]]]:
         folder = temporary / f"{tag}.{number}{name}"
         folder.mkdir()
         places = [
-            (f"train/{index}", f"{tag}/{number}.{index}", f"{tag}.{number}~train-{index}")
+            (
+                f"train/{index}",
+                f"{tag}/{number}.{index}",
+                f"{tag}.{number}~train-{index}",
+                "group.replica",
+            )
             for index in range(count)
         ]
         one = relays.Relays(str(folder), places)
@@ -569,7 +574,7 @@ import json, sys
 sys.path.append(sys.argv[1])
 from nemo_run_ray_remote.hosts.relay import Relays
 folder, tag, run_dir, orders = json.loads(sys.argv[2])
-relays = Relays(folder, [("train/0", tag, run_dir)])
+relays = Relays(folder, [("train/0", tag, run_dir, "group.replica")])
 for number, order in enumerate(orders):
     relays.order("train/0", number, order)
 seen = 0
