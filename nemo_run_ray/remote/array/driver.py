@@ -312,7 +312,7 @@ class ArrayDriver:
             has_started: its actor was there, and may have begun something.
         """
         node_id, node = host.record.node_id, host.replica.node.host
-        may_run = self._progress.has_run or any(map(self._leases.held, self._unproven))
+        may_run = self._progress.has_run or any(map(self._leases.held, self._perhaps_alive))
         deaths = self._refusals.add(node_id, time.monotonic())
         if cause is not None or deaths >= _DEATHS_MAX:
             self._cannot.add(node_id)
@@ -370,10 +370,10 @@ class ArrayDriver:
         wanted -= sum(host.slots for host in starting)
         if self._spec.max_in_flight is not None:
             used = sum(host.slots for host in hosts)
-            used += sum(len(self._leases.held(number)) for number in self._unproven)
+            used += sum(len(self._leases.held(number)) for number in self._perhaps_alive)
             wanted = min(wanted, self._spec.max_in_flight - used)
         busy = {host.record.node_id for host in starting}
-        busy |= {self._leases.hosts[number].node_id for number in self._unproven}
+        busy |= {self._leases.hosts[number].node_id for number in self._perhaps_alive}
         available = {
             node_id: resources
             for node_id, resources in self._free_of(self._ray).items()
@@ -422,7 +422,7 @@ class ArrayDriver:
     # ------------------------------------------------------------------ proof
 
     @property
-    def _unproven(self) -> List[int]:
+    def _perhaps_alive(self) -> List[int]:
         """The dead hosts whose processes may still run."""
         return [number for number, is_proven in self.dead.items() if not is_proven]
 
@@ -520,7 +520,7 @@ class ArrayDriver:
     def _left_on(self) -> Tuple[str, ...]:
         """The nodes where processes may be left, in words; none when that is proven."""
         living = [host for host in self.hosts.values() if host.state is not HostState.LEAVING]
-        numbers = {*(host.record.number for host in living), *self._unproven}
+        numbers = {*(host.record.number for host in living), *self._perhaps_alive}
         nodes = sorted({self._leases.hosts[number].node_id[:12] for number in numbers})
         return (f"on {', '.join(nodes)}, where nothing says that all have ended",) if nodes else ()
 

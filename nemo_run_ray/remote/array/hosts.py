@@ -127,7 +127,7 @@ class HostStarts:
             return None
         try:
             answer: Mapping[str, Any] = json.loads(self._ray.get(reference))
-        except (self._ray.exceptions.RayError, ValueError) as error:
+        except self._ray.exceptions.RayError as error:
             return {"swept": [], "remaining": f"{type(error).__name__}: {error}"}
         return answer
 

@@ -1,4 +1,4 @@
-"""What runs in the slots of a host: elements, and the process that forks them."""
+"""The elements that run in the slots of a host, and the process that forks them."""
 
 from __future__ import annotations
 
