@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from contextlib import suppress
-from typing import Iterator, List, Optional, Tuple
+from typing import Iterator, List, Tuple
 
 from ..files import open_own
 from ..node.output import say
@@ -32,16 +32,16 @@ def request_id(submission_id: str, nonce: str) -> str:
     return f"{first_id(submission_id)}@{KIND}-{nonce}"
 
 
-def log_folder(submission_id: str) -> Optional[str]:
-    """Ray's folder of logs, seen from a job; ``None`` when its output goes elsewhere."""
+def log_folder(submission_id: str) -> str:
+    """Ray's folder of logs, seen from a job; the one for temporary files of a job without a log."""
     log = os.readlink("/proc/self/fd/1")
     is_rays = os.path.basename(log) == f"job-driver-{submission_id}.log"
-    return os.path.dirname(log) if is_rays else None
+    return os.path.dirname(log) if is_rays else tempfile.gettempdir()
 
 
 def run(submission_id: str, request: str) -> int:
     """The program of the job: write a request, and wait until the driver has taken it."""
-    folder = log_folder(submission_id) or tempfile.gettempdir()
+    folder = log_folder(submission_id)
     nonce = submission_id.rpartition("-")[2]
     path = os.path.join(folder, f"{_prefix(submission_id)}{nonce}")
     part = os.path.join(folder, f".{os.path.basename(path)}")
@@ -63,12 +63,12 @@ class CancelRequests:
     """The requests for one array, as its driver finds them.
 
     Args:
-        folder: of Ray's logs; ``None`` when it is not known.
+        folder: that ``log_folder`` gives.
         submission_id: of the array.
     """
 
-    def __init__(self, folder: Optional[str], submission_id: str) -> None:
-        self._folder = folder or tempfile.gettempdir()
+    def __init__(self, folder: str, submission_id: str) -> None:
+        self._folder = folder
         self._prefix = _prefix(submission_id)
 
     def find(self, count: int) -> Iterator[Tuple[str, List[Range], bool]]:

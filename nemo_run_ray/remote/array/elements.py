@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import secrets
-import tempfile
 import time
 from collections import deque
 from enum import IntEnum
@@ -390,7 +389,7 @@ class Leases:
         spec: the array.
         path: of the file of its elements.
         submission_id: of the job.
-        folder: of Ray's logs, beside which the journal lies; ``None`` when it is not known.
+        folder: of Ray's logs, where the journal lies.
 
     Attributes:
         progress: of the elements.
@@ -401,13 +400,11 @@ class Leases:
         pause: waits a moment; false when the head's disk is to be waited for no longer.
     """
 
-    def __init__(
-        self, spec: ArraySpec, path: str, submission_id: str, folder: Optional[str]
-    ) -> None:
+    def __init__(self, spec: ArraySpec, path: str, submission_id: str, folder: str) -> None:
         self._elements = Elements(path)
         self._job_id = first_id(submission_id)
         self._journal, self._results = (
-            LinesFile(os.path.join(folder or tempfile.gettempdir(), file_of(submission_id, kind)))
+            LinesFile(os.path.join(folder, file_of(submission_id, kind)))
             for kind in (JOURNAL_FILE, RESULTS_FILE)
         )
         self.pace = ElementPace()

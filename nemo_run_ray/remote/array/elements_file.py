@@ -23,24 +23,17 @@ class Elements:
 
     Args:
         path: of the file.
-
-    Raises:
-        ValueError: it has no header.
     """
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "rb")  # noqa: SIM115 lives as long as the driver
         self._places = array("Q")
-        self.header: Dict[str, Any] = {}
-        place = 0
+        has_header, place = False, 0
         for line in self._file:
-            if self.header and line.strip():
+            if has_header and line.strip():
                 self._places.append(place)
-            elif line.startswith(b"{"):
-                self.header = json.loads(line)
+            has_header = has_header or line.startswith(b"{")
             place += len(line)
-        if not self.header:
-            raise ValueError(f"{path} has no header of an array")
 
     def close(self) -> None:
         """Read no more."""

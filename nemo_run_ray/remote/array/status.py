@@ -10,7 +10,6 @@ import os
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Optional
 
 from ..files import write_file
 from ..node.output import say
@@ -31,11 +30,11 @@ class StatusFile:
     """The two files: counts, and the states of all elements.
 
     Args:
-        folder: of Ray's logs; ``None`` when the output goes to no file of Ray's.
+        folder: of Ray's logs.
         submission_id: of the job.
     """
 
-    def __init__(self, folder: Optional[str], submission_id: str) -> None:
+    def __init__(self, folder: str, submission_id: str) -> None:
         self._folder, self._submission_id = folder, submission_id
         self._write_at = self._write_states_at = 0.0
         self._tell_at = time.monotonic() + _TELL_S
@@ -64,9 +63,8 @@ class StatusFile:
             self._write_states_at = now + _WRITE_S + _PAUSE * (time.monotonic() - now)
 
     def _replace(self, name: str, content: str) -> None:
-        if self._folder is not None:
-            with suppress(OSError):  # a full disk: the array continues, and is not shown
-                write_file(os.path.join(self._folder, name), content)
+        with suppress(OSError):  # a full disk: the array continues, and is not shown
+            write_file(os.path.join(self._folder, name), content)
 
     def _rows(self, progress: ArrayProgress, running: int, now: float) -> ArrayRows:
         ended = progress.ended_count
