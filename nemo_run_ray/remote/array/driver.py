@@ -151,11 +151,14 @@ class ArrayDriver:
         self._progress.is_over = True
         self._status.write(self._progress, 0)
         code, ending = self._outcome(is_written)
-        left_on = self._left_on()
-        left = f"{MAY_BE_LEFT} {', and '.join(left_on)}" if left_on else ""
-        left = left or (NO_PROCESS_LEFT if self._runner.cancelled else "")
-        self._runner.ending = "; ".join(filter(None, (ending, left)))
-        self._runner.left_on = left_on
+        nodes = self._left_on()
+        place = f"on {', '.join(nodes)}, where nothing says that all have ended"
+        self._runner.left_on = (place,) if nodes else ()
+        if nodes:
+            ending = f"{ending}; {MAY_BE_LEFT} {place}"
+        elif self._runner.cancelled:
+            ending = f"{ending}; {NO_PROCESS_LEFT}"
+        self._runner.ending = ending
         return code
 
     def _turn(self) -> None:
@@ -517,12 +520,11 @@ class ArrayDriver:
         self._runner.cause = (Reason.EXIT_CODE if code else Reason.NONE).name
         return code, f"exit code {code}"
 
-    def _left_on(self) -> Tuple[str, ...]:
-        """The nodes where processes may be left, in words; none when that is proven."""
+    def _left_on(self) -> List[str]:
+        """The nodes where processes may be left; none when the contrary is proven."""
         living = [host for host in self.hosts.values() if host.state is not HostState.LEAVING]
         numbers = {*(host.record.number for host in living), *self._perhaps_alive}
-        nodes = sorted({self._leases.hosts[number].node_id[:12] for number in numbers})
-        return (f"on {', '.join(nodes)}, where nothing says that all have ended",) if nodes else ()
+        return sorted({self._leases.hosts[number].node_id[:12] for number in numbers})
 
     def _obey(self) -> None:
         order = self._runner.order()
