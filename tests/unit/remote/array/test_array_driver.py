@@ -155,18 +155,6 @@ def test_three_nodes_stand_for_all_others(cluster):
     assert cluster.driver.broken is not None
 
 
-def test_a_host_may_die_four_times_without_a_reason(cluster):
-    for _ in range(5):
-        assert cluster.driver.broken is None
-        for node in ("n1", "n2"):
-            (host,) = cluster.on(node)
-            cluster.tells(host, at="gone")
-            cluster.look()
-            cluster.sweep(host)
-        cluster.look(later_s=300)
-    assert cluster.driver.broken == (Reason.NOT_STARTED, "on n2: it was killed")
-
-
 def test_what_never_started_has_left_nothing_and_is_no_end_on_one_node(cluster):
     (first,), (second,) = cluster.on("n1"), cluster.on("n2")
     died = Died(second.actor, "it could not be built: disk full", Reason.RUNTIME_ENV)

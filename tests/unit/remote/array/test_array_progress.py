@@ -40,20 +40,6 @@ def given_back(progress: ArrayProgress, lease: Record, has_run: bool = True) -> 
     return progress.apply(lease._replace(kind=GIVEN_BACK, code=int(has_run)))
 
 
-def test_elements_are_leased_in_order_and_end():
-    progress = ArrayProgress(3)
-    first, second, third = (leased(progress) for _ in range(3))
-    assert [first[0], second[0], third[0]] == [0, 1, 2]
-    assert progress.next_lease(0) is None
-    assert ended(progress, second)
-    assert ended(progress, first, 3)
-    assert not progress.is_settled
-    assert ended(progress, third)
-    assert progress.is_settled
-    assert progress.number(ElementState.SUCCEEDED) == 2
-    assert progress.failures == [(0, 3, "exit code 3")]
-
-
 def test_an_end_that_comes_twice_or_late_or_from_another_host_changes_nothing():
     progress = ArrayProgress(1, retries=1)
     first = leased(progress)
@@ -66,12 +52,6 @@ def test_an_end_that_comes_twice_or_late_or_from_another_host_changes_nothing():
     assert ended(progress, second)
     assert not ended(progress, second, 1)
     assert progress.number(ElementState.SUCCEEDED) == 1
-
-
-def test_a_permanent_exit_code_is_not_tried_again():
-    progress = ArrayProgress(1, retries=5, permanent_exit_codes=[2])
-    ended(progress, leased(progress), 2)
-    assert progress.number(ElementState.FAILED) == 1
 
 
 def test_the_death_of_hosts_costs_no_retry_until_there_are_many():

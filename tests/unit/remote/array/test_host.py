@@ -376,15 +376,6 @@ def test_imports_that_start_a_thread_forbid_a_fork(host, forks, tmp_path):
     assert {path.name for path in tmp_path.glob("*-*")} == {"0-True", "1-True"}
 
 
-def test_an_order_to_end_ends_what_has_begun_and_what_has_not(host, forks, tmp_path):
-    host.prepare(("python",), slots=2, **forks)
-    host.run(*range(4), value=str(tmp_path))
-    wait(lambda: (tmp_path / "begun-0").exists(), within_s=60)
-    host.order({"do": "end"})
-    host.until("idle")
-    assert host.elements() == set()
-
-
 # ---------------------------------------------------------------------- single ones are cancelled
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,30 +90,9 @@ def test_the_script_runs_that_has_the_function_and_names_of_any_kind(runs, monke
     assert runs(own, main=text) == (0, "x\n")
 
 
-def test_a_module_that_fails_is_imported_once_and_named(runs, says, tmp_path):
-    broken = tmp_path / "modules" / "broken.py"
-    broken.touch()
-    task = says("broken")
-    broken.write_text("print('imported')\nimport gone_module")
-    code, printed = runs(task, main="")
-    assert code == 1
-    assert printed.count("imported\n") == 1
-    assert "ModuleNotFoundError: No module named 'gone_module'" in printed
-
-
 @pytest.mark.parametrize("how", ["spawn", "forkserver"])
 def test_an_element_starts_processes_of_its_own(runs, how):
     assert runs(array_tasks.starts_a_process, how) == (0, "started\n")
-
-
-def test_a_safe_path_stays_one(runs, says):
-    """The task's module lies in the path's first folder."""
-    assert runs(says(), PYTHONSAFEPATH="1") == (0, "x False\n")
-
-
-def test_a_file_of_the_users_hides_none_of_pythons_modules_from_ours(runs, tmp_path):
-    (tmp_path / "select.py").write_text("raise OSError")
-    assert runs(textwrap.dedent) == (0, "")
 
 
 def test_what_a_script_defines_is_there_for_who_asks_for_it(runs, says):

@@ -147,19 +147,6 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed():
         element.close()
 
 
-def test_what_was_cancelled_before_a_fork_has_begun_is_not_asked_for_again(host, monkeypatch):
-    asked = [running(host, number) for number in range(2)]
-    host._fork_server = SimpleNamespace(
-        pid=100, is_ready=False, obstacles=[], hear=list, died=lambda: asked, restart=lambda _: ""
-    )
-    monkeypatch.setattr(host_module, "collect", lambda: [(100, 137)])
-    host._obey({"do": "cancel", "elements": [[0, 1]]})
-    host.step(set())
-    ((kind, values),) = host._channel.rows
-    assert (kind, values["row"][:3]) == ("ended", [0, 1, 143])
-    assert [order.lease for order in host._waiting] == [Lease(1, 1)]
-
-
 def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
     """As during an execve."""
     marked, none = host_module._mark_of(Lease(0, 1)), frozenset()
