@@ -212,7 +212,7 @@ def test_without_fail_fast_the_cluster_goes_on(slurm, start):
     _kill(slurm, "n3", str(BIN / "ray"))
     assert job.wait() == ("FAILED", "4:0")
     assert "node n3" not in job.why
-    assert "n3: Ray has ended" in job.told
+    assert "node n3 (rank 2): Ray has ended" in job.told
 
 
 @pytest.mark.soak  # Slurm notices the loss after 30 s

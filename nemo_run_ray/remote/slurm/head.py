@@ -59,6 +59,7 @@ class Head(NodeProgram):
         self._discovery: Optional[AddressDiscovery] = None
         self._driver: Optional[Child] = None
         self._written_units: Optional[int] = None
+        self._info = os.path.join(self.settings.cluster, "ray_cluster_info.json")
 
     def step(self) -> Optional[RunEnd]:
         end = self._look()
@@ -108,6 +109,10 @@ class Head(NodeProgram):
         with suppress(OSError):  # on a full disk the workers miss the head's heartbeat
             end = self.folder.publish_end(end)
         self.say(f"The run is over: {end.why}")
+        # After `scancel` the job's script has no time to remove it.
+        with suppress(OSError), open(self._info, encoding="utf-8") as file:
+            if f'"{self.settings.job}"' in file.read():  # and not another job's by now
+                os.unlink(self._info)
         super().leave(end)
         while time.monotonic() < self.leaves_at and not self._all_left():
             time.sleep(TURN_S)
@@ -208,8 +213,7 @@ class Head(NodeProgram):
                 "port": str(head.port),
                 "job": self.settings.job,
             }
-            path = os.path.join(self.settings.cluster, "ray_cluster_info.json")
-            write_file(path, json.dumps(row, indent=2) + "\n")
+            write_file(self._info, json.dumps(row, indent=2) + "\n")
         names = {"RAY_TEMP_DIR": self.settings.temp_dir}
         names.update((name, str(port)) for name, port in self._ports.items())
         self.folder.publish_ready(head, driver_environment(self.ray_env(), head), names)

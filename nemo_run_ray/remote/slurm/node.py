@@ -354,7 +354,7 @@ class Worker(NodeProgram):
     def leave(self, end: RunEnd) -> int:
         if self.folder.end() is None:
             why = end.why if end.code == CLUSTER_FAILED else failure(self.settings, end.why).why
-            self.say(why)  # without a shared folder nothing else has it
+            say(why)  # without a shared folder nothing else has it
             self.publish(failed=why)  # the other nodes continue, and must know why
         return super().leave(end)
 
