@@ -382,7 +382,10 @@ def read(kind: Any, value: Any) -> Any:
 def _made(kind: Any, values: Dict[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
     unknown = set(values) - set(hints)
-    missing = {*getattr(kind, "__required_keys__", ())} - set(values)  # of a TypedDict
+    missing: Set[str] = set()
+    if hasattr(kind, "__required_keys__"):  # rows, perhaps of a program of another version
+        values = {name: each for name, each in values.items() if name in hints}
+        unknown, missing = missing, set(kind.__required_keys__) - set(values)
     if unknown or missing:
         raise ValueError(
             f"{kind.__name__} with unknown fields {sorted(unknown)} or without {sorted(missing)}"

@@ -54,9 +54,7 @@ class StatusFile:
             if now >= self._tell_at and not is_over:
                 self._tell_at = now + _TELL_S
                 say(_progress_line(rows))
-            phase = "over" if is_over else "running"
-            content = json.dumps({"phase": phase, **rows})
-            self._replace(status_file_name(self._submission_id), content)
+            self._replace(status_file_name(self._submission_id), json.dumps(rows))
         if now >= self._write_states_at or is_over:
             states = "".join(json.dumps(stretch) + "\n" for stretch in progress.stretches())
             self._replace(file_of(self._submission_id, STATES_FILE), states)
