@@ -1,7 +1,7 @@
 """Fills the reference pages from the code when the site is built.
 
 A line ``<!-- generated: NAME ARGUMENT … -->`` of a page becomes the table that the function of that
-name returns, so a page cannot differ from the code.
+name returns, and ``{{module:NAME}}`` the value of that constant. So no page can differ from the code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from typing import Any, get_args, get_origin
 import typer
 from pydantic import BaseModel
 
+_VALUE = re.compile(r"\{\{([\w.]+):(\w+)( bytes)?\}\}")
 _GENERATED = re.compile(r"<!-- generated: (\w+) ?([\w.: ]*) -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by MkDocs for each page."""
+    markdown = _VALUE.sub(lambda match: value(*match.groups()), markdown)
     return _GENERATED.sub(lambda match: globals()[match[1]](*match[2].split()), markdown)
+
+
+def value(module: str, name: str, unit: str) -> str:
+    """A constant of the package as text."""
+    number = getattr(importlib.import_module(f"nemo_run_ray.{module}"), name)
+    if unit:
+        big = next(power for power in (3, 2, 1) if number % 1024**power == 0)
+        return f"{number // 1024**big} {('', 'KiB', 'MiB', 'GiB')[big]}"
+    return f"{number:,g}" if isinstance(number, float) else f"{number:,}"
 
 
 def fields(path: str) -> str:
