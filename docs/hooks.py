@@ -1,7 +1,7 @@
 """Fills the reference pages from the code when the site is built.
 
 A line ``<!-- generated: NAME ARGUMENT … -->`` of a page becomes the table that the function of that
-name returns, and ``{{module:NAME}}`` the value of that constant. So no page can differ from the code.
+name returns, and ``{{module:NAME}}`` the value of that constant. No page can differ from the code.
 """
 
 from __future__ import annotations
