@@ -497,7 +497,7 @@ def _list_files(as_json: bool) -> None:
         folders = ", ".join(str(folder) for folder in load.folders())
         out.print(
             f"There are no cluster files in {folders or 'any folder'}. `nemo-run-ray init` writes "
-            "one; docs/clusters.md describes them.",
+            "one; docs/guides/cluster_files.md describes them.",
         )
 
 

@@ -1,6 +1,6 @@
 """The format of a cluster file, after a reader has made plain values of it.
 
-Every key is a field here, and its description is what ``docs/clusters.md`` prints.
+Every key is a field here, and its description is what the docs print.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ClusterPart(_Part):
     local: LocalPart | None = None
     """The embedded Ray of this machine, with its fields."""
     slurm: SlurmPart | None = None
-    """Ray in an allocation of Slurm; see docs/slurm.md."""
+    """Ray in an allocation of Slurm; see docs/guides/slurm.md."""
     token_variable: str | None = None
     """Variable of your environment that holds Ray's token."""
     headers: _Texts = {}

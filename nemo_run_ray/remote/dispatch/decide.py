@@ -33,7 +33,7 @@ STARTING_MAX = 8
 STUCK_S = 6.0
 #: Failures that Ray's head concludes, while the command may still run on a node that is cut off.
 _UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
-#: Failures that another attempt would not change. See docs/chains.md.
+#: Failures that another attempt would not change. See docs/guides/chains.md.
 _PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 #: Seconds before an allocation is renewed in which no job begins: Ray's job table is written down
 #: then, and what it lacks would begin again.

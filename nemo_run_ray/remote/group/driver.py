@@ -520,7 +520,7 @@ def variables(
 ) -> Dict[str, str]:
     """The variables of one replica.
 
-    Every role's addresses by the role's name (docs/groups.md), NeMo-Run's macros, and for roles
+    Every role's addresses by the role's name (docs/guides/groups.md), NeMo-Run's macros, and for roles
     without a launcher what ``torch.distributed`` reads.
 
     Args:
