@@ -250,7 +250,7 @@ def pool_asks(document: Document) -> dict[str, ResourceRequest]:
 
 
 _HEAD = """\
-# Where and how to run tasks on Ray. docs/reference/cluster_file.md of nemo_run_ray describes every key.
+# Where and how to run tasks on Ray; docs/reference/cluster_file.md describes every key.
 # Use it by its name: RayExecutor(cluster={name}), and a pool of it by pool="…".
 cluster:
 {cluster}

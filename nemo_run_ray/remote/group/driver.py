@@ -520,8 +520,8 @@ def variables(
 ) -> Dict[str, str]:
     """The variables of one replica.
 
-    Every role's addresses by the role's name (docs/guides/groups.md), NeMo-Run's macros, and for roles
-    without a launcher what ``torch.distributed`` reads.
+    Every role's addresses by the role's name (docs/guides/groups.md), NeMo-Run's macros, and for
+    roles without a launcher what ``torch.distributed`` reads.
 
     Args:
         spec: the group.
