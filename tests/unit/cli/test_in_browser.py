@@ -1,26 +1,17 @@
 """The page in a real browser, under its own policy."""
 
-import base64
-import json
-import os
 import random
-import shutil
-import signal
-import subprocess
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from websockets.sync.client import ClientConnection, connect
 
 from nemo_run_ray.cli.status_report import page
+from tests.browser import browser, needs_chromium, tab
 from tests.unit.cli.test_lanes_and_page import attempt, row
 
-_CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium")
+__all__ = ["browser", "tab"]
+pytestmark = needs_chromium
 
 _BEGAN = 1_767_225_600.0  # 2026-01-01
 _HOSTILE = (
@@ -72,73 +63,6 @@ def _write(folder: Path, rows: list[dict[str, Any]], title: str = "llama3-sft_17
     return path
 
 
-class _Tab:
-    """One page in Chromium, through DevTools' protocol; keeps what the browser complains of."""
-
-    def __init__(self, socket: ClientConnection) -> None:
-        self._socket = socket
-        self._last = 0
-        self._session = ""
-        self.complaints: list[str] = []
-        self._target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        joined = self.send("Target.attachToTarget", targetId=self._target, flatten=True)
-        self._session = joined["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self.send(f"{domain}.enable")
-        self.size(1400, 900)
-
-    def send(self, method: str, **params: Any) -> dict[str, Any]:
-        self._last += 1
-        session = {"sessionId": self._session} if self._session else {}
-        words = {"id": self._last, "method": method, "params": params, **session}
-        self._socket.send(json.dumps(words))
-        while True:
-            answer = json.loads(self._socket.recv(timeout=60))
-            if answer.get("method") in _COMPLAINTS:
-                self.complaints.append(json.dumps(answer["params"]))
-            if answer.get("id") == self._last:
-                assert "error" not in answer, answer
-                return dict(answer["result"])
-
-    def size(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.send("Emulation.setDeviceMetricsOverride", **size)
-
-    def open(self, path: Path, fragment: str = "") -> None:
-        self.send("Page.navigate", url=path.as_uri() + fragment)
-        deadline = time.monotonic() + 60
-        while not self.ask("location.protocol === 'file:' && document.readyState === 'complete'"):
-            assert time.monotonic() < deadline, "the page was not read"
-
-    def ask(self, expression: str) -> Any:
-        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
-        return answer["result"].get("value")
-
-    def press(self, key: str, text: str = "") -> None:
-        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def point(self, selector: str, click: bool = False) -> None:
-        where = f"(({_CENTRE})({json.dumps(selector)}))"
-        x, y = self.ask(where)
-        for kind in ("mouseMoved", *(("mousePressed", "mouseReleased") if click else ())):
-            button = {"button": "left", "clickCount": 1} if click else {}
-            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
-
-    def picture(self) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot")["data"])
-
-    def close(self) -> None:
-        self._session = ""
-        self.send("Target.closeTarget", targetId=self._target)
-
-
-_COMPLAINTS = {"Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"}
-_CENTRE = """(selector) => {
-    const { left, top, width, height } = document.querySelector(selector).getBoundingClientRect();
-    return [left + width / 2, top + height / 2];
-}"""
 #: Left edge and width of the axis, of what lies behind the rows, and of every row's lane.
 _LANES = """[...document.querySelectorAll(".axis .lane, .under, .row .lane")].map((one) => {
     const { left, width } = one.getBoundingClientRect();
@@ -158,54 +82,10 @@ _SHOWN = (
 _OF = "[...document.querySelectorAll({})].map((one) => one.querySelector('bdi').textContent)"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[ClientConnection]:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        words = [
-            *(str(_CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-            *("--disable-dev-shm-usage", "--disable-crash-reporter", "--remote-debugging-port=0"),
-            *(f"--user-data-dir={folder}", "about:blank"),
-        ]
-        process = subprocess.Popen(
-            words,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": folder},
-            start_new_session=True,
-        )
-        try:
-            port, path = _devtools(Path(folder) / "DevToolsActivePort", process)
-            address = f"ws://127.0.0.1:{port}{path}"
-            with connect(address, proxy=None, max_size=None) as socket:
-                yield socket
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _devtools(file: Path, process: "subprocess.Popen[bytes]") -> list[str]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        lines = file.read_text().split() if file.exists() else []
-        if len(lines) == 2:
-            return lines
-        assert process.poll() is None, "Chromium ended"
-        time.sleep(0.05)
-    raise AssertionError("Chromium did not start")
-
-
-@pytest.fixture
-def tab(browser) -> Iterator[_Tab]:
-    made = _Tab(browser)
-    yield made
-    made.close()
-    assert made.complaints == []
-
-
 @pytest.mark.parametrize("count", [0, 1, 12, 300])
 def test_the_page_works_under_its_policy(tab, tmp_path, count):
     rows = experiment(count)
-    tab.open(_write(tmp_path, rows))
+    tab.open(_write(tmp_path, rows).as_uri())
     assert tab.ask("document.documentElement.dataset.ready") == "true"
     assert tab.ask("document.title") == "llama3-sft_1767225600"
     assert tab.ask(_SHOWN) == [one["job"] for one in rows]
@@ -218,7 +98,7 @@ def test_the_page_works_under_its_policy(tab, tmp_path, count):
 @pytest.mark.parametrize(("count", "width"), [(12, 480), (100, 2200), (300, 1000)])
 def test_everything_is_aligned(tab, tmp_path, count, width):
     tab.size(width, 900)
-    tab.open(_write(tmp_path, experiment(count)))
+    tab.open(_write(tmp_path, experiment(count)).as_uri())
     assert len(set(tab.ask(_LANES))) == 1
     assert tab.ask(_BEYOND) == 0
     assert tab.ask("document.documentElement.scrollWidth <= innerWidth")
@@ -241,7 +121,7 @@ def test_hostile_words_stay_words(tab, tmp_path):
         )
         for number, name in enumerate(names)
     ]
-    tab.open(_write(tmp_path, rows, title=_HOSTILE[0]))
+    tab.open(_write(tmp_path, rows, title=_HOSTILE[0]).as_uri())
     assert tab.ask("document.documentElement.dataset.ready") == "true"
     assert tab.ask("document.title") == _HOSTILE[0]
     assert tab.ask("document.querySelector('h1').textContent") == _HOSTILE[0]
@@ -259,7 +139,7 @@ def test_a_script_or_a_style_that_is_not_ours_does_not_run(tab, tmp_path):
         "\"document.title = 'owned'\"><style>body { padding-left: 77px }</style></body>"
     )
     path.write_text(text.replace("</body>", foreign), encoding="utf-8")
-    tab.open(path)
+    tab.open(path.as_uri())
     assert tab.ask("document.title") == "llama3-sft_1767225600"
     assert tab.ask("getComputedStyle(document.body).paddingLeft") == "0px"
     assert len([one for one in tab.complaints if "Content Security Policy" in one]) >= 3
@@ -285,7 +165,7 @@ def _chain() -> list[dict[str, Any]]:
 
 
 def test_a_job_shows_what_it_needs_and_what_needs_it(tab, tmp_path):
-    tab.open(_write(tmp_path, _chain()))
+    tab.open(_write(tmp_path, _chain()).as_uri())
     chosen = "document.querySelectorAll('.chosen use').length"
     assert tab.ask("document.querySelectorAll('.all use').length") == 2
     assert tab.ask(chosen) == 0
@@ -300,7 +180,7 @@ def test_a_job_shows_what_it_needs_and_what_needs_it(tab, tmp_path):
 
 
 def test_details_open_and_close(tab, tmp_path):
-    tab.open(_write(tmp_path, _chain()))
+    tab.open(_write(tmp_path, _chain()).as_uri())
     visible = "[...document.querySelectorAll('.card')].filter((one) => one.checkVisibility())"
     assert tab.ask(f"{visible}.length") == 0
     tab.point(".row:nth-child(2) .name", click=True)
@@ -316,7 +196,7 @@ def test_details_open_and_close(tab, tmp_path):
 
 
 def test_the_keyboard_is_enough(tab, tmp_path):
-    tab.open(_write(tmp_path, _chain()))
+    tab.open(_write(tmp_path, _chain()).as_uri())
     active = "document.activeElement.getAttribute('href')"
     tab.press("/", text="/")
     assert tab.ask("document.activeElement.id") == "filter"
@@ -335,7 +215,7 @@ def test_the_keyboard_is_enough(tab, tmp_path):
 
 
 def test_rows_are_filtered(tab, tmp_path):
-    tab.open(_write(tmp_path, _chain()))
+    tab.open(_write(tmp_path, _chain()).as_uri())
     tab.point("#only-failed", click=True)
     assert tab.ask(_SHOWN) == ["b"]
     assert tab.ask("document.querySelector('.shown').textContent") == "1 of 4 shown"
@@ -356,7 +236,7 @@ def test_rows_are_filtered(tab, tmp_path):
 def test_without_scripts_all_is_there(tab, tmp_path):
     tab.send("Emulation.setScriptExecutionDisabled", value=True)
     rows = _chain()
-    tab.open(_write(tmp_path, rows), "#job-1")
+    tab.open(_write(tmp_path, rows).as_uri() + "#job-1")
     assert tab.ask("document.documentElement.dataset.ready") is None
     assert tab.ask(_SHOWN) == [one["job"] for one in rows]
     assert tab.ask("document.querySelector('.tools').checkVisibility()") is False
