@@ -55,6 +55,8 @@ class Reason(str, Enum):
     NODE_DIED = "its node or its supervisor died"
     ALLOCATION = "its allocation ended"
     NOT_STARTED = "its command could not be started"
+    NO_PROGRAM = "a program is missing on its node"
+    NO_MODULE = "a module cannot be imported on its node"
     REFUSED = "its request was refused"
     UNRECORDED = "Ray could not record how it ended"
     NOT_READY = "a service was not ready in time"
@@ -170,8 +172,10 @@ NEXT_STEP = {
     "such nodes: a task waits for them, a group does with RayExecutor(wait_for_nodes=True).",
     Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
     Reason.ALLOCATION: "Run it again; `retries` lets it go on where the cluster is renewed.",
-    Reason.NOT_STARTED: "Correct what the message names: the executor's `packager` ships modules, "
-    "programs are in the node's image.",
+    Reason.NOT_STARTED: "Correct what the message names and run it again.",
+    Reason.NO_PROGRAM: "Install it in the node's image, or name one that is there.",
+    Reason.NO_MODULE: "Let the executor's `packager` send it, install it in the node's image, or "
+    "give it in `runtime_env`.",
     Reason.REFUSED: "Correct what the message names and run it again.",
     Reason.UNRECORDED: "Look at the last lines of `nemo-run-ray logs {job}`, and run it again.",
     Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
@@ -190,6 +194,9 @@ NEXT_STEP = {
 
 #: Ray's message about a job whose supervisor it does not find and no longer waits for.
 _NO_SUPERVISOR = "failed to get job supervisor"
+#: Python's words for what is missing, in a traceback or behind one.
+_NO_MODULE = re.compile(r"\b(?:ModuleNotFoundError|ImportError)\b|\bNo module named\b")
+_NO_PROGRAM = re.compile(r"\bexit code 127: |\bFileNotFoundError\b")
 #: Lines that Ray itself writes at the head of every job's log, and the remote half's last one.
 _FRAME = re.compile(
     r"^Running entrypoint for job |INFO job_manager\.py:\d+ -- |^nemo_run_ray\| end \w{8} "
@@ -278,7 +285,14 @@ def _reason(error: str, node: str, message: str) -> Reason:
     reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
     if reason is Reason.UNSCHEDULABLE and NO_WORKER in message:
         return Reason.RUNTIME_ENV  # Ray had a node for it
-    return reason
+    return _of_start(message.rpartition("\n")[2]) if reason is Reason.NOT_STARTED else reason
+
+
+def _of_start(text: str) -> Reason:
+    """The reason why a command could not be started. It is for people and decides nothing."""
+    if _NO_MODULE.search(text):
+        return Reason.NO_MODULE
+    return Reason.NO_PROGRAM if _NO_PROGRAM.search(text) else Reason.NOT_STARTED
 
 
 def status_of_row(row: JobRow) -> JobStatus:
@@ -316,7 +330,9 @@ def status_of_row(row: JobRow) -> JobStatus:
     if record and record.cause != "CANCELLED" and not record.text.startswith(cause):
         cause = f"{cause}: {record.text}"
         reason = next((one for one in _CAUSES if one.name == record.cause), reason)
-        if reason in (Reason.NOT_STARTED, Reason.RUNTIME_ENV):  # a traceback may follow
+        if reason is Reason.NOT_STARTED:
+            return JobStatus(state, _of_start(record.text), cause, node)
+        if reason is Reason.RUNTIME_ENV:  # a traceback may follow
             return JobStatus(state, reason, cause, node)
     lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
     cause += meaning(code, "\n".join(lines))

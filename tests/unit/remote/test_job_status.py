@@ -199,3 +199,21 @@ def test_of_a_replica_that_could_not_be_prepared_our_own_words_are_all():
     )
     assert status.reason is Reason.NOT_STARTED
     assert status.detail == "exit code 1: a/0: no worker: name unknown"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason", "step"),
+    [
+        ("on n: ModuleNotFoundError: No module named 'x'", Reason.NO_MODULE, "packager"),
+        ("on n: exit code 127: there is no program 'python9'", Reason.NO_PROGRAM, "image"),
+        ("a/0: the port 80 is taken", Reason.NOT_STARTED, "Correct"),
+    ],
+)
+def test_what_keeps_a_command_from_its_start_is_told_apart(words, reason, step):
+    tail = EndRecord(1, "NOT_STARTED", words).line("01234567")
+    of_group = status_of_row(_failed(1, f"{_MARKER}{tail}"))
+    message = f"Traceback (most recent call last):\n  …\n{words}"
+    of_ray = status_of_row(_failed(None, message, "JOB_ENTRYPOINT_COMMAND_START_ERROR"))
+    for status in (of_group, of_ray):
+        assert status.reason is reason
+        assert step in status.message.rpartition("\n")[2]
