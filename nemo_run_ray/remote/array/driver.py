@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
+from contextlib import suppress
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
+from ..files import write_file
 from ..fit import Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..group.driver import connect
 from ..hosts.actors import forget_runtime_env
@@ -21,12 +24,11 @@ from ..hosts.calls import Answer, Calls, Died, Pulled
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
-from ..spec import ArraySpec
-from ..status import JobExit, Reason, cause_of, node_dead_s
+from ..spec import ArrayRows, ArraySpec, status_file_name
+from ..status import STATES_FILE, JobExit, Reason, cause_of, file_of, node_dead_s
 from .cancel_request import CancelRequests, log_folder
-from .elements import ElementState, HostRecord, Leases
+from .elements import ArrayProgress, ElementState, HostRecord, Leases
 from .hosts import Backoff, Host, HostStarts, HostState, hosts_to_start
-from .status import StatusFile
 
 #: Seconds for which a host gets no elements whose node has no room for another process.
 _FULL_S = 30.0
@@ -39,12 +41,17 @@ _GATHER_S = 0.05
 #: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
 #: may be killed once. And such nodes that stand for all those that no host could be tried on.
 _DEATHS_MAX, _NODES_MAX = 5, 3
-#: Seconds between two lines that say that the array waits for resources.
+#: Seconds between two lines of progress, and two that say that the array waits for resources.
 _TELL_S = 30.0
 #: Seconds beyond the grace period until a host is given up that was told to end or to leave.
 _END_MARGIN_S = 30.0
 #: Seconds until dead hosts are swept again, and until an answer of a sweep counts as lost.
 _SWEEP_AGAIN_S, _SWEEP_MAX_S = 5.0, 120.0
+#: Seconds between two writes of a status file; that of all elements' states may take longer, and
+#: is written so seldom that it costs the driver a twentieth of its time.
+_WRITE_S, _PAUSE = 1.0, 20
+#: Writes over which the rate is measured.
+_RATE_ROWS = 30
 
 
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
@@ -562,3 +569,71 @@ class ArrayDriver:
 def _last_line(reason: str) -> str:
     """Of a traceback this is the error."""
     return reason.strip().rpartition("\n")[2]
+
+
+class StatusFile:
+    """What clients see of an array: counts, and the states of all elements, beside the job's log.
+
+    Nothing that the array does is decided by these files.
+
+    Args:
+        folder: of Ray's logs.
+        submission_id: of the job.
+    """
+
+    def __init__(self, folder: str, submission_id: str) -> None:
+        self._folder, self._submission_id = folder, submission_id
+        self._write_at = self._write_states_at = 0.0
+        self._tell_at = time.monotonic() + _TELL_S
+        self._seen = deque([(time.monotonic(), 0)], maxlen=_RATE_ROWS)
+
+    def write(self, progress: ArrayProgress, running: int) -> None:
+        """Show where the array is, at most once a second before its end.
+
+        Args:
+            progress: of the elements.
+            running: how many slots are busy.
+        """
+        now, is_over = time.monotonic(), progress.is_over
+        if now >= self._write_at or is_over:
+            self._write_at = now + _WRITE_S
+            rows = self._rows(progress, running, now)
+            if now >= self._tell_at and not is_over:
+                self._tell_at = now + _TELL_S
+                say(_progress_line(rows))
+            self._replace(status_file_name(self._submission_id), json.dumps(rows))
+        if now >= self._write_states_at or is_over:
+            states = "".join(json.dumps(stretch) + "\n" for stretch in progress.stretches())
+            self._replace(file_of(self._submission_id, STATES_FILE), states)
+            self._write_states_at = now + _WRITE_S + _PAUSE * (time.monotonic() - now)
+
+    def _replace(self, name: str, content: str) -> None:
+        with suppress(OSError):  # a full disk: the array continues, and is not shown
+            write_file(os.path.join(self._folder, name), content)
+
+    def _rows(self, progress: ArrayProgress, running: int, now: float) -> ArrayRows:
+        ended = progress.ended_count
+        self._seen.append((now, ended))
+        first_at, first = self._seen[0]
+        rate = (ended - first) / (now - first_at) if now > first_at else 0.0
+        left = progress.count - ended
+        return {
+            "elements": progress.count,
+            "succeeded": progress.number(ElementState.SUCCEEDED),
+            "failed": progress.number(ElementState.FAILED),
+            "cancelled": progress.number(ElementState.CANCELLED),
+            "running": running,
+            "waiting": left - running,
+            "elements_per_s": round(rate, 3),
+            "left_s": round(left / rate, 1) if rate > 0 else None,
+            "failures": [*progress.failures],
+        }
+
+
+def _progress_line(rows: ArrayRows) -> str:
+    """The progress, for those who follow the log."""
+    over = rows["succeeded"] + rows["failed"] + rows["cancelled"]
+    line = f"{over} of {rows['elements']} elements are over, {rows['failed']} failed"
+    if rows["left_s"] is None:
+        return line
+    return f"{line}; {rows['elements_per_s']:.3g} elements/s, about {rows['left_s']:.0f} s left"

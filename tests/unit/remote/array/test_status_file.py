@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-from nemo_run_ray.remote.array import status
+from nemo_run_ray.remote.array import driver as status
+from nemo_run_ray.remote.array.driver import StatusFile
 from nemo_run_ray.remote.array.elements import ENDED, ArrayProgress
-from nemo_run_ray.remote.array.status import StatusFile
 from nemo_run_ray.remote.spec import status_file_name
 
 _ID = "run.job"
