@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import starmap
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
@@ -127,13 +127,17 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         delivered = _run(packager, folder, name)
         # ignore_zeros: PatternPackager's and GitArchivePackager's archives are several, end to end.
         with tarfile.open(delivered, ignore_zeros=True) as tar:
-            tar.extractall(root, filter=_plain)
+            # Python before 3.10.12, and 3.11 before 3.11.4, know no filters.
+            unfiltered: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
+            tar.extractall(root, _plain(tar, root), **unfiltered)
         paths = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*"))}
         links = {name: os.readlink(path) for name, path in paths.items() if path.is_symlink()}
         files = [name for name, path in paths.items() if name not in links and path.is_file()]
         refused = links_out(links)
         if refused:
             raise ValueError(f"links lead out of what it packed: {', '.join(refused[:5])}")
+        if MANIFEST in paths:
+            raise ValueError(f"the name {MANIFEST} is this package's own; rename that file")
         if not files:
             raise ValueError("it packed no file; its pattern may match nothing")
         manifest = {
@@ -299,11 +303,16 @@ def _run(packager: Packager, folder: Path, name: str) -> str:
     return str(delivered)
 
 
-def _plain(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
-    """A member with the mode that the node gives it."""
-    is_executable = member.isdir() or member.mode & stat.S_IXUSR
-    mode = 0o755 if is_executable else 0o644
-    return tarfile.tar_filter(member, path).replace(mode=mode, deep=False)
+def _plain(tar: tarfile.TarFile, root: Path) -> Iterator[tarfile.TarInfo]:
+    """The members with the modes that the node gives them, each checked when it is unpacked."""
+    for member in map(copy.copy, tar):
+        member.name = member.name.lstrip("/")
+        path = Path(os.path.realpath(root / member.name))
+        if not path.is_relative_to(os.path.realpath(root)):
+            raise ValueError(f"{member.name!r} leads out of what it packed")
+        is_executable = member.isdir() or member.mode & stat.S_IXUSR
+        member.mode = 0o755 if is_executable else 0o644
+        yield member
 
 
 def _reason(error: Exception) -> str:

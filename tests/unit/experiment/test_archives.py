@@ -107,11 +107,21 @@ def test_the_same_tree_has_the_same_digest_and_bytes(pack):
     assert one.pack() == two.pack()
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "back\\slash", "1:x/y"])
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "back\\slash", "1:x/y", MANIFEST])
 def test_what_escapes_or_is_not_unpacked_by_ray_is_refused(pack, name):
     with pytest.raises(PackagingFailed, match="Nothing was sent") as caught:
         pack((name, b"x", 0o644))
     assert name.replace("\\", "\\\\") in str(caught.value)
+
+
+def test_a_python_whose_tarfile_knows_no_filter(pack, monkeypatch):
+    digest = pack(*_TREE).digest
+    monkeypatch.delattr(tarfile, "tar_filter")
+    plain = tarfile.TarFile.extractall
+    monkeypatch.setattr(
+        tarfile.TarFile, "extractall", lambda self, path, members: plain(self, path, members)
+    )
+    assert pack(*_TREE).digest == digest
 
 
 def test_every_file_arrives(pack, tmp_path):
