@@ -3,6 +3,7 @@
 # No postponed annotations, and none with "|": the command line of NeMo-Run 0.11 parses values by
 # the types themselves, and knows Optional and Union only.
 
+import ast
 import copy
 import os
 import sys
@@ -400,8 +401,8 @@ def _check_launch(exp_id: str, exp_dir: str) -> None:
 def check_guard() -> None:
     """Refuse to launch a function of ``__main__`` from a line that runs again before it is found.
 
-    The node runs the whole program again, which would fail at that line. A program that looks at
-    its ``__name__`` is not refused.
+    The node runs the whole program again, which would fail at that line. A program that compares
+    its ``__name__``, and a line below a condition or ``try``, are not refused.
 
     Raises:
         ConfigError: the launch is by top-level code of the program.
@@ -409,16 +410,21 @@ def check_guard() -> None:
     frame = _top_level("__main__")
     if frame is None:
         return
-    file = frame.f_code.co_filename
+    file, line = frame.f_code.co_filename, frame.f_lineno
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
         return  # a notebook's cell, or standard input: no program that runs again
-    if "__name__" not in text:
-        raise ConfigError(
-            f"{file}, line {frame.f_lineno}, launches a function of its own program, and the node "
-            f"runs that program again to find the function. {_GUARD}"
-        )
+    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    if any("'__name__'" in ast.dump(node) for node in compared):
+        return
+    for statement in tree.body:
+        is_there = statement.lineno <= line <= (statement.end_lineno or 0)
+        if is_there and not isinstance(statement, (ast.If, ast.Try, ast.Match)):
+            raise ConfigError(
+                f"{file}, line {line}, launches a function of its own program, and the node runs "
+                f"that program again to find the function. {_GUARD}"
+            )
 
 
 def _top_level(module: str) -> FrameType | None:

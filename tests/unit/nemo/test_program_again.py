@@ -70,23 +70,25 @@ _FIRST_A_SCRIPT = (
         ("", _PARTIAL, 0),
         ("", 'nemo_run_ray.array(run.Partial(train), over={"seed": [1, 2]})', 0),
         (_FIRST_A_SCRIPT, _PARTIAL, 1),
+        ("import logging; logging.getLogger(__name__)", _PARTIAL, 0),
         ("if __name__ == '__main__':", f" {_PARTIAL}", 1),
+        ("if executor:", f" {_PARTIAL}", 1),
     ],
-    ids=["partial", "array", "after a script", "guarded"],
+    ids=["partial", "array", "after a script", "a logger", "guarded", "below a condition"],
 )
 def test_a_function_of_a_program_that_launches_at_its_top(
     ray, unique, tmp_path, monkeypatch, first, task, started
 ):
     text = _OWN_FUNCTION.format(url=ray.url, name=unique, first=first, task=task)
     text = text.replace("{name}", unique)
-    if first.startswith("if"):
+    if first.endswith(":"):
         text = text.replace("\nrun.run", "\n    run.run")
     program = tmp_path / "program.py"
     program.write_text(text)
     spec = importlib.util.spec_from_file_location("__main__", program)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "__main__", module)
-    if "__name__" in text:
+    if first.endswith(":"):
         spec.loader.exec_module(module)
     else:
         with pytest.raises(ConfigError, match=r"program.py, line 10, launches a .* __name__ == "):
