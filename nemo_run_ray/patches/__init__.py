@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import textwrap
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ MODULES = {
     )
 }
 _ABSENT = object()
+_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,16 @@ class Patch(ABC):
         Raises:
             UnsupportedNemoRun: a target is not as the patch knows it. Nothing was changed.
         """
-        if not self._done and self.is_needed():
-            try:
-                for edit in self.edits():
-                    before = edit.now
-                    setattr(edit.owner, edit.name, edit.value)
-                    self._done.append((edit, before))
-            except BaseException:
-                self._restore()
-                raise
+        with _lock:
+            if not self._done and self.is_needed():
+                try:
+                    for edit in self.edits():
+                        before = edit.now
+                        setattr(edit.owner, edit.name, edit.value)
+                        self._done.append((edit, before))
+                except BaseException:
+                    self._restore()
+                    raise
         return self.undo
 
     def undo(self) -> bool:
@@ -114,12 +117,15 @@ class Patch(ABC):
             Whether the patch is off now. ``False`` means that a patch of another program lies on
             top of this one; then nothing is changed, and a warning names it.
         """
-        covered = self._covered()
-        if covered:
-            log.warning("The patch %s stays: another patch is on top of %s.", self.name, covered)
-        else:
-            self._restore()
-        return not covered
+        with _lock:
+            covered = self._covered()
+            if covered:
+                log.warning(
+                    "The patch %s stays: another patch is on top of %s.", self.name, covered
+                )
+            else:
+                self._restore()
+            return not covered
 
     def status(self) -> str:
         """Its state: ``applied``, ``off``, ``not needed``, or ``applied, covered at …``."""
@@ -129,12 +135,12 @@ class Patch(ABC):
         return f"applied, covered at {covered}" if covered else "applied"
 
     def method(self, owner: type, name: str, *parameters: str, digest: str = "") -> Any:
-        """The function that a class holds itself; of another package's wrapper nothing is asked.
+        """The function that a class holds itself, another package's wrapper of it included.
 
         Args:
             owner: the class.
             name: of the function.
-            parameters: those that NeMo-Run's function must have.
+            parameters: those that NeMo-Run's function must have, below all wrappers.
             digest: of its body, by ``digest_of``, where the patch replaces it.
 
         Raises:
@@ -143,9 +149,9 @@ class Patch(ABC):
         function: Any = vars(owner).get(name)
         target = f"{owner.__name__}.{name}"
         self.must(inspect.isfunction(function), target)
-        if function.__module__.startswith("nemo_run."):
-            self.must(set(parameters) <= {*inspect.signature(function).parameters}, target)
-            self.must(not digest or digest == digest_of(function), f"the body of {target}")
+        below = original(function, name)
+        self.must(set(parameters) <= {*inspect.signature(below).parameters}, target)
+        self.must(not digest or digest == digest_of(below), f"the body of {target}")
         return function
 
     def must(self, holds: bool, target: str) -> None:
@@ -172,6 +178,25 @@ class Patch(ABC):
         """The attributes that another program has replaced since."""
         edits = [edit for edit, _ in self._done if edit.now is not edit.value]
         return ", ".join(f"{edit.owner.__name__}.{edit.name}" for edit in edits)
+
+
+def original(function: Any, name: str) -> Any:
+    """NeMo-Run's function below the wrappers that other packages have put on it.
+
+    Most of those are plain functions with ``*args, **kwargs``, which refer to the one below.
+    """
+    seen = [function]
+    for one in seen:
+        if str(one.__module__).startswith("nemo_run.") and one.__name__ == name:
+            return inspect.unwrap(one)
+        try:
+            names = inspect.getclosurevars(one)
+        except ValueError:  # it refers to a name that has no value yet
+            continue
+        for below in (*names.nonlocals.values(), *names.globals.values()):
+            if inspect.isfunction(below) and below not in seen:
+                seen.append(below)
+    return function
 
 
 def digest_of(function: Any) -> str:
@@ -231,11 +256,12 @@ def apply_from_environment(environment: Mapping[str, str] = os.environ) -> None:
         PatchError: there is no patch of a name, or it does not know this NeMo-Run.
     """
     names = environment.get(VARIABLE, "").replace(",", " ").split()
-    if names == ["all"]:
-        apply()
-    elif names:
+    if names:
         try:
-            apply(*names)
+            for name in names:
+                if name != "all":
+                    patch(name)
+            apply(*(() if "all" in names else names))
         except PatchError as error:
             raise PatchError(f"{VARIABLE} (names with commas, or 'all'): {error}") from error
 

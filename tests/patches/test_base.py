@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import types
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -166,6 +167,23 @@ def test_somebodys_wrapper_on_top_is_left_alone(target, every_kind, caplog):
     assert target.Child().plain() == "child"
 
 
+def test_many_threads_apply_it_once(target):
+    patch = _Made(Edit(target.Child, "own", "new"))
+    start = threading.Barrier(8)
+
+    def apply() -> None:
+        start.wait(timeout=30)
+        patch.apply()
+
+    threads = [threading.Thread(target=apply) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(timeout=30)
+    assert patch.asked == 1
+    assert patch.undo()
+
+
 def test_a_patch_that_is_not_needed_changes_nothing(target, every_kind):
     held = _Held(target)
     patch = _Made(*every_kind)
@@ -186,8 +204,15 @@ def test_a_function_that_is_replaced_must_be_the_known_one(target):
     assert patch.method(target.Child, "plain", "self") is plain
     assert patch.method(target.Child, "plain", digest=digest_of(plain)) is plain
     plain.__module__ = "nemo_run.made_up"
-    with pytest.raises(UnsupportedNemoRun, match=r"the body of Child\.plain"):
-        patch.method(target.Child, "plain", digest="0123456789abcdef")
+
+    def somebodys_wrapper(*args: Any) -> str:
+        return f"wrapped {plain(*args)}"
+
+    for function in (plain, somebodys_wrapper):
+        target.Child.plain = function
+        assert patch.method(target.Child, "plain", "self", digest=digest_of(plain)) is function
+        with pytest.raises(UnsupportedNemoRun, match=r"the body of Child\.plain"):
+            patch.method(target.Child, "plain", digest="0123456789abcdef")
     for name, parameters in (("plain", ["more"]), ("gone", []), ("of_class", [])):
         with pytest.raises(PatchError) as caught:
             patch.method(target.Child, name, *parameters)

@@ -125,6 +125,7 @@ def _states(tmp_path: Path, value: str | None) -> subprocess.CompletedProcess:
         ("", set()),
         (" dgxcloud_exports , data_mover_configs,", {"dgxcloud_exports", "data_mover_configs"}),
         ("all", {*TARGETS, "slurm_ray"}),
+        ("all,dgxcloud_exports", {*TARGETS, "slurm_ray"}),
     ],
 )
 def test_the_variable_names_what_importing_applies(tmp_path, value, applied):
