@@ -103,6 +103,12 @@ def main(env: Dict[str, str], command: List[str]) -> None:
         ensure(received(env, spec), spec["tree"])
         # Commands start in the job's own code folder, though jobs may share the tree.
         os.makedirs(spec["code"], exist_ok=True)
+        for name in os.listdir(spec["code"]):
+            path = os.path.join(spec["code"], name)
+            with contextlib.suppress(OSError):  # no link, or another pod was faster
+                of = os.path.dirname(os.readlink(path))
+                if of != spec["tree"] and os.path.dirname(of) == os.path.dirname(spec["tree"]):
+                    os.unlink(path)  # of the source code that the job had before
         for name in os.listdir(spec["tree"]):
             with contextlib.suppress(FileExistsError):  # the link already, or the job's own
                 os.symlink(os.path.join(spec["tree"], name), os.path.join(spec["code"], name))

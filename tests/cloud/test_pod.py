@@ -77,6 +77,7 @@ def test_the_tree_arrives_and_the_command_has_none_of_the_variables(tmp_path):
     code = tmp_path / "code"
     code.mkdir()
     (code / "mine").touch()
+    (code / "src").symlink_to(tmp_path / "src-older/src")
     done = boot(variables({**TREE, "noise": File(NOISE)}, tmp_path))
     assert done.returncode == 0, done.stderr
     (tree,) = tmp_path.glob("src-*")
