@@ -103,6 +103,10 @@ class Cached(Generic[_T]):
                 except NemoRunRayError as error:
                     self._answer.set_exception(error)
                     self._asked_at = time.monotonic()  # it may have taken long to fail
+                except BaseException as error:  # Ctrl-C is no answer for the next caller
+                    self._answer.set_exception(error)
+                    self.forget()
+                    raise
             return self._answer.result()
 
     def forget(self) -> None:
@@ -413,8 +417,9 @@ def proxy_of(url: str) -> str | None:
         return None
     given = proxies[name]
     address = given if "://" in given else f"http://{given}"
-    if _PROXY.fullmatch(address):
-        return address
+    with contextlib.suppress(ValueError):  # of a port that is too large
+        if _PROXY.fullmatch(address) and urlsplit(address).port != 0:
+            return address
     variable = f"{name}_proxy"
     raise ConfigError(
         f"The variable {variable if variable in os.environ else variable.upper()} names a proxy "

@@ -251,7 +251,7 @@ def candidates(given: Sequence[str]) -> Iterator[str]:
         yield known
         return
     head = os.environ.get("RAY_ADDRESS", "127.0.0.1:").rpartition(":")[0]
-    ports = [urlsplit(url).port or 8265 for url in given]
+    ports = [*filter(None, (urlsplit(url).port for url in given)), 8265]
     yield from dict.fromkeys(
         f"http://{host}:{port}" for port in ports for host in (head, "127.0.0.1")
     )

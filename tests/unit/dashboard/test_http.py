@@ -72,6 +72,21 @@ def test_one_deadline_holds_for_a_whole_request(pieces):
         assert time.monotonic() - began < 5
 
 
+def test_a_question_that_ctrl_c_ended_is_asked_again():
+    answers = [KeyboardInterrupt(), 1]
+
+    def ask() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    cached = http.Cached(ask, 60.0)
+    with pytest.raises(KeyboardInterrupt):
+        cached.get()
+    assert cached.get() == 1
+
+
 def test_requests_are_not_logged(caplog):
     """NeMo-Run shows the INFO of every logger."""
     caplog.set_level(logging.INFO)
@@ -230,6 +245,7 @@ def test_the_proxy_of_an_address_is_chosen_once(proxies, variables, proxy):
         "socks://:s3cret@proxy:1080",
         "ftp://proxy",
         "http://proxy:port",
+        "http://proxy:99999",
         "http://s3cret@proxy",
         "http://[fd00::1",
     ],

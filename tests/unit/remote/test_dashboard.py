@@ -301,7 +301,11 @@ def test_no_other_port_is_shown_the_token_where_the_dashboard_is_known(monkeypat
     assert "http://10.0.0.5:30123" not in list(candidates(("http://127.0.0.1:9999",)))
 
 
-def test_ray_itself_is_asked_last(pythons):
+def test_ray_itself_is_asked_last(pythons, monkeypatch):
+    """The port that the client knows may be that of a tunnel."""
     pythons("python3", "echo some warning; echo http://10.1.1.1:8266")
     pythons("python", "echo http://wrong")
-    assert list(candidates(())) == ["http://10.1.1.1:8266"]
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.1.1:6379")
+    ports = [f"http://{host}:{port}" for port in (9999, 8265) for host in ("10.1.1.1", "127.0.0.1")]
+    given = "http://front:9999"
+    assert list(candidates([given])) == [*ports, given, "http://10.1.1.1:8266"]
