@@ -11,8 +11,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from nemo_run_ray.clusters import Dashboard
@@ -26,6 +27,7 @@ from nemo_run_ray.errors import (
     Taken,
     TooOld,
     Unauthorised,
+    Unreachable,
 )
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.remote.dashboard import is_passing, last_line, refuses_job
@@ -41,6 +43,8 @@ PATIENCE_S = 8.0
 TABLE_AGE_S = 1.5
 #: Seconds for the job table, which has 20,000 characters of the log of each job that failed.
 _TABLE_S = 30.0
+#: Seconds for each answer to one look at a cluster, which a person waits for.
+_INSPECT_S = 4.0
 #: Seconds that an archive may take on its way, and for how long one is sent again.
 _UPLOAD_S, _UPLOAD_AGAIN_S = 600.0, 60.0
 #: Seconds between two looks for orphans.
@@ -49,6 +53,7 @@ _WAKE_AGAIN_S = 20.0
 _PENDING_LONG_S = 30.0
 #: A label that Ray's job manager refuses after it has looked at all jobs, before it takes the id.
 _REFUSED_LABEL = {"no label": "wake"}
+_T = TypeVar("_T")
 
 
 class JobsApi:
@@ -304,19 +309,31 @@ class Inspection:
 
 
 def inspect(dashboard: Dashboard) -> Inspection:
-    """Look at a cluster, whatever it answers. Looking changes nothing."""
-    api = JobsApi.of(dashboard)
+    """Look at a cluster, within 10 s, whatever it answers. Looking changes nothing."""
+    http = Http(dashboard)
+    state = StateApi(http)
+
+    def ask(path: str, parse: Callable[[Any], _T]) -> _T:
+        return http.read(http.get(path, limit_s=_INSPECT_S), parse)
+
+    with contextlib.closing(http), ThreadPoolExecutor(4) as pool:
+        version = pool.submit(ask, "/api/version", _version)
+        table = pool.submit(ask, "/api/jobs/", job_rows)
+        nodes, python = pool.submit(state.room), pool.submit(state.python)
+    rows = None
     try:
-        version, rows = api.version(0.0), api.table()
+        ray_version = version.result()["ray_version"]
+        with contextlib.suppress(Unreachable):  # a table that comes too late is no absent cluster
+            rows = table.result()
     except Unauthorised as error:
         return Inspection(dashboard.url, unauthorised=str(error))
     except ClusterError as error:
         return Inspection(dashboard.url, unreachable=str(error))
-    room = api.state.room()
+    room = nodes.result()
     return Inspection(
         url=dashboard.url,
-        version=version["ray_version"],
-        jobs=(len(rows), sum(map(is_active, rows.values()))),
+        version=ray_version,
+        jobs=None if rows is None else (len(rows), sum(map(is_active, rows))),
         nodes=None if room is None else room.nodes,
-        python=api.state.python(),
+        python=python.result(),
     )

@@ -20,7 +20,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from nemo_run_ray.clusters.base import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Http, tls
-from nemo_run_ray.errors import JobError, StreamCut, Unanswered, Unauthorised
+from nemo_run_ray.errors import JobError, StreamCut, Unanswered, Unauthorised, Unreachable
 from nemo_run_ray.remote.dashboard import LOG_FILE, log_query
 from nemo_run_ray.remote.spec import JobRow
 from nemo_run_ray.remote.status import JobState, is_active, state_of_row
@@ -124,7 +124,7 @@ class LogStream:
         Raises:
             StreamCut: it broke off.
             Unreachable: nothing listens there.
-            JobError: the cluster has no such job.
+            JobError: the cluster has no such job, or its log is too large for the Jobs API.
         """
         left = self._left(submission_id)
         if left is not None:
@@ -158,7 +158,15 @@ class LogStream:
                     return
                 if response.status_code not in _CLOSED:
                     raise StreamCut(f"{self._http.url(LOG_FILE)}: HTTP {response.status_code}")
-        response = self._http.get(_path(submission_id), may_be_absent=True, limit_s=SLOW_S)
+        try:
+            response = self._http.get(_path(submission_id), may_be_absent=True, limit_s=silence_s)
+        except Unreachable as error:
+            if not isinstance(error.__cause__, httpx.DecodingError):
+                raise
+            raise JobError(
+                f"The log of {submission_id} cannot be read, since {error.__cause__} and "
+                f"{self._http.url(LOG_FILE)} is closed. Let the proxy pass that address on."
+            ) from error
         if response.status_code == 404:
             raise self._no_such_job(submission_id)
         yield self._http.read(response, lambda answer: str(answer["logs"]))

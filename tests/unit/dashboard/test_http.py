@@ -17,7 +17,14 @@ from nemo_run_ray.clusters.base import Dashboard, interrupted
 from nemo_run_ray.dashboard import http
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.dashboard.logs import LogStream
-from nemo_run_ray.errors import ClusterError, ConfigError, StreamCut, Unanswered, Unreachable
+from nemo_run_ray.errors import (
+    ClusterError,
+    ConfigError,
+    JobError,
+    StreamCut,
+    Unanswered,
+    Unreachable,
+)
 from nemo_run_ray.remote.dashboard import retry_after_s
 from tests.conftest import wait_for
 from tests.http_server import Handler, serving
@@ -120,6 +127,20 @@ def test_an_answer_that_does_not_end_is_given_up_at_a_size(monkeypatch):
         with pytest.raises(Unreachable, match="more than 1 MiB") as caught:
             Http(Dashboard(url)).get("/api/jobs/")
         assert not isinstance(caught.value, Unanswered)
+
+
+def test_a_log_that_is_too_large_for_the_jobs_api_is_given_up(monkeypatch):
+    monkeypatch.setattr(http, "ANSWER_MAX_BYTES", 2)
+
+    class Closed(Handler):
+        def answer(self) -> None:
+            is_log = self.path == "/api/jobs/x/logs"
+            self.send(200 if is_log else 403, '{"logs": "much"}')
+
+    with serving(Closed) as url:
+        logs = LogStream(Http(Dashboard(url)), lambda _: {"driver_node_id": "a"})
+        with pytest.raises(JobError, match=r"more than 0 MiB and .*/file is closed"):
+            list(logs.whole("x"))
 
 
 def test_an_answer_says_when_to_ask_again():

@@ -170,7 +170,7 @@ def test_the_nodes_alone_do_not_tell_what_is_free():
 
 @pytest.mark.parametrize(
     ("refused", "unreachable", "unauthorised"),
-    [({"/api/jobs/": 403}, "", "answered 403"), ({"/api/jobs/": 500}, "answered 500", "")],
+    [({"/api/jobs/": 403}, "", "answered 403"), ({"/api/version": 500}, "answered 500", "")],
 )
 def test_a_cluster_that_cannot_be_asked(refused, unreachable, unauthorised):
     found, _ = looked(**refused)
@@ -178,6 +178,12 @@ def test_a_cluster_that_cannot_be_asked(refused, unreachable, unauthorised):
     assert unauthorised in found.unauthorised
     assert bool(found.unreachable) is not bool(found.unauthorised)
     assert found.nodes is None
+
+
+def test_a_job_table_that_does_not_come_leaves_the_rest():
+    found, _ = looked(**{"/api/jobs/": 500})
+    assert (found.unreachable, found.version, found.jobs) == ("", "2.60.0", None)
+    assert found.nodes
 
 
 def _raise(error: Exception) -> None:
