@@ -151,6 +151,8 @@ class Allocation:
 
         Slurm's controller may have been away when the client asked it.
         """
+        if not self._folder:
+            return ""
         path = os.path.join(self._folder, STOP)
         with suppress(OSError), open(path, encoding="utf-8") as file:
             return file.read().strip()
@@ -302,7 +304,8 @@ class Allocation:
             body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, body["submission_id"])
             self.dashboard.post(body)
             say(f"The chain {name} continues as {body['submission_id']}.")
-        except (OSError, Unanswered, RequestRefused) as error:
+        # A file may be torn.
+        except (OSError, ValueError, KeyError, Unanswered, RequestRefused) as error:
             self._pause_until = self._monotonic() + _PAUSE_S
             self._failures[name] += 1
             if self._failures[name] < _TRIES:

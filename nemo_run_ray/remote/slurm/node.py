@@ -410,14 +410,19 @@ def make_private(path: str) -> int:
 
     def hold(path: str, how: int) -> int:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        fcntl.flock(folder, how)
+        try:
+            fcntl.flock(folder, how)
+        except OSError:
+            os.close(folder)
+            raise
         return folder
 
     for name in os.listdir(_TEMP_ROOT):
         if name.startswith(f"nrr-{os.getuid()}-"):
             with suppress(OSError):  # its program lives, or another one has just removed it
-                hold(os.path.join(_TEMP_ROOT, name), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                old = hold(os.path.join(_TEMP_ROOT, name), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(os.path.join(_TEMP_ROOT, name), ignore_errors=True)
+                os.close(old)  # another job's program may wait for it
     while True:
         os.makedirs(path, mode=0o700, exist_ok=True)
         if os.lstat(path).st_uid != os.getuid():

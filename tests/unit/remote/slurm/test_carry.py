@@ -316,8 +316,16 @@ def test_its_dispatcher_is_started_once(world, is_taken):
     assert puts == {b"code"}
 
 
-def test_a_chain_that_cannot_continue_is_given_up(world, capfd):
-    (world.dispatch / "start.json").unlink()
+def test_no_file_of_the_working_folder_stops_an_allocation_without_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / STOP).write_text("of the user")
+    assert Allocation(settings_with()).stop_reason() == ""
+
+
+@pytest.mark.parametrize("text", [None, '{"body": {', "{}"])
+def test_a_chain_that_cannot_continue_is_given_up(world, capfd, text):
+    start = world.dispatch / "start.json"
+    start.unlink() if text is None else start.write_text(text)
     allocation = world.allocation(ends_at=None)
     for _ in range(100):
         world.now += 5.0

@@ -195,9 +195,11 @@ def test_the_folder_of_a_run_that_was_killed_is_removed_and_no_other(root):
         assert holder.stdout.readline() == "held\n"
         os.close(make_private(str(folder(root, "9.0"))))
         assert folder(root, "7.0").exists(), "its program lives"
+        before = os.listdir("/proc/self/fd")
         holder.kill()
         holder.wait()
         os.close(make_private(str(folder(root, "9.0"))))
+        assert os.listdir("/proc/self/fd") == before, "none holds a lock"
     assert not folder(root, "7.0").exists()
 
 
