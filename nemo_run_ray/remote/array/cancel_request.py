@@ -78,11 +78,16 @@ class CancelRequests:
             The path of the request, the ranges, and whether those are left alone that have begun.
         """
         for path in self._paths():
-            with suppress(OSError):  # its job has waited too long, or it is another user's
+            try:
                 with open(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
                     given = json.load(file)
                 ranges = [(max(0, first), min(last, count - 1)) for first, last in given["cancel"]]
                 yield path, ranges, given["only_waiting"]
+            except (ValueError, TypeError, KeyError, PermissionError) as error:
+                say(f"{path} is no request to cancel elements: {error}")
+                self.remove(path)
+            except OSError:
+                continue  # its job has waited too long
 
     def remove(self, path: str) -> None:
         """Tell the job of a request that the driver has taken it."""

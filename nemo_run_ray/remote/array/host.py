@@ -34,12 +34,14 @@ from ..node.supervise import (
 from .elements import Lease
 from .elements_file import Target, applied
 from .notes import Notes, forget
-from .workers import PROGRAM, ForkServer, Order, RunningElement, slots_of
+from .workers import NO_ROOM, PROGRAM, ForkServer, Order, RunningElement, slots_of
 
 #: Variables of every element: its index, from 0, which attempt it is, from 1, and their number.
 INDEX, ATTEMPT, SIZE = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT", "NEMO_RUN_ARRAY_SIZE"
 #: Seconds between two looks for processes that elements have left, and while nothing runs.
 _LOOK_S, _IDLE_S = 0.5, 60.0
+#: Seconds for a node without room to have some, while nothing runs that may end.
+_FULL_S = 10.0
 #: Reads of 64 KiB that empty a pipe: a process that hides may write without end.
 _PIPE_READS = 16
 #: Exit codes of what is ended by SIGTERM and by SIGKILL.
@@ -63,6 +65,7 @@ class HostProcess:
         self._running: List[RunningElement] = []
         self._orphans = Orphans()
         self._look_at = self._watch_until = 0.0
+        self._full_since: Optional[float] = None
         self._may_begin, self._is_ending, self._is_leaving = True, False, False
 
     def serve(self) -> None:
@@ -195,6 +198,8 @@ class HostProcess:
         try:
             has_started = self._begin(element)
         except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
             self._is_full(element, str(error.strerror))
             return False
         if not has_started:
@@ -239,8 +244,13 @@ class HostProcess:
             self._waiting.appendleft(element.order)
 
     def _is_full(self, element: RunningElement, reason: str) -> None:
-        """Let others have what waits; where nothing runs that may end, none can begin."""
+        """Let others have what waits, or where nothing runs that may end, try again for a while."""
         self._unstarted(element)
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        if not self._running and now < self._full_since + _FULL_S:
+            time.sleep(ROUND_S)  # a fork server refuses at once
+            return
         reason = f"node {socket.gethostname()} has no room for another process: {reason}"
         self._hand_back(len(self._waiting), reason=reason)
         if not self._running:
@@ -346,6 +356,7 @@ class HostProcess:
             element.kill_late(now)
 
     def _ended(self, element: RunningElement) -> None:
+        self._full_since = None
         self._report_text(element, element.close())
         self._slots.append(element.slot)
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]

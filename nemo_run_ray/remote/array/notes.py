@@ -37,7 +37,8 @@ class Notes:
     """
 
     def __init__(self, run_dir: str) -> None:
-        self._fd = open_own(_path(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        path = _notes_in(run_dirs(command.tmpdir()), run_dir)
+        self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._is_torn = False  # the last line may have no end
 
     def add(self, row: Sequence[Any]) -> None:
@@ -52,7 +53,8 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
     """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
     ended: List[List[Any]] = []
     begun: List[List[int]] = []
-    with suppress(FileNotFoundError), open(_path(run_dir), encoding="utf-8") as file:
+    path = _notes_in(_folder_of(run_dir), run_dir)
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError):  # a full disk, or the host's death, has torn it
                 row = json.loads(line)
@@ -64,13 +66,24 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
 def forget(run_dir: str) -> None:
     """Remove the notes of a host: the driver has written down what they say."""
     with suppress(FileNotFoundError):
-        os.remove(_path(run_dir))
-    with suppress(OSError):  # other jobs are in it
-        os.rmdir(run_dirs(command.tmpdir()))
+        os.remove(_notes_in(_folder_of(run_dir), run_dir))
 
 
-def _path(run_dir: str) -> str:
-    return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.notes")
+def _folder_of(run_dir: str) -> str:
+    """The folder in which a host of this node has its run directory and its notes.
+
+    That need not be the one of this process: Python passes over a full folder of temporary files.
+    """
+    given = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ]
+    others = ("/tmp", "/var/tmp", "/usr/tmp")
+    places = (place for place in (*given, *others) if os.access(f"{place}/", os.X_OK))
+    own, *folders = map(run_dirs, (command.tmpdir(), *places))
+    found = [one for one in (own, *folders) if os.path.exists(_notes_in(one, run_dir))]
+    return found[0] if found else own
+
+
+def _notes_in(folder: str, run_dir: str) -> str:
+    return os.path.join(folder, f"{run_dir}.notes")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -83,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
     swept = []
     for number, _, run_dir in [] if remaining else request["sweep"]:
         swept.append([number, *read_notes(run_dir)])
-        RunDir(run_dir, base=run_dirs(command.tmpdir())).remove()
+        RunDir(run_dir, base=_folder_of(run_dir)).remove()
     print(json.dumps({"swept": swept, "remaining": remaining}))
 
 

@@ -24,7 +24,7 @@ OUTPUT_MAX = 16 * 2**20
 #: Characters of its last line that explain a failure.
 _LAST_MAX = 200
 #: Errors of a node that has no room for another process, or for its descriptors.
-_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 #: The program that the task's interpreter runs.
 PROGRAM = os.path.join(os.path.dirname(__file__), "fork_server.py")
 #: Deaths of the fork server in a row, before an element has begun, that are too many.
@@ -91,7 +91,7 @@ class RunningElement:
         try:
             self.pid = _start(words, env, cwd, write_end)
         except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) in _NO_ROOM:
+            if getattr(error, "errno", None) in NO_ROOM:
                 raise
             self.code, self._reason = explain_start(words, env, cwd, error)
         finally:
@@ -258,14 +258,17 @@ class ForkServer:
         """Start another process in the place of one that has died with an exit code.
 
         Returns:
-            Why not: it fails at its imports, or is killed again and again before an element has
-            begun.
+            Why not: it fails at its imports, is killed again and again before an element has begun,
+            or cannot be started now.
         """
         self._false_starts += 1
         if not (code > 128 or self.is_ready) or self._false_starts > _FALSE_STARTS_MAX:
             with open(self._log, encoding="utf-8", errors="replace") as file:
                 return file.read()[-4000:].strip() or f"its process ended with exit code {code}"
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            return f"its process cannot be started again: {error}"
         return ""
 
     def stop(self) -> None:

@@ -86,7 +86,10 @@ class Relays:
     def __init__(self, folder: str, places: Sequence[Tuple[str, ...]]) -> None:
         self._folder = folder
         self._changed = threading.Condition()
-        self._relays = {place[0]: _Relay(folder, place, self._changed) for place in places}
+        is_alone = len(places) == 1
+        self._relays = {
+            place[0]: _Relay(folder, place, self._changed, is_alone) for place in places
+        }
         for relay in self._relays.values():
             relay.listen()
 
@@ -146,9 +149,10 @@ class _Relay:
         folder: str,
         place: Sequence[str],
         changed: threading.Condition,
+        is_alone: bool,
     ) -> None:
         _, self._tag, self._run_dir, program = place
-        self._folder = folder
+        self._folder, self._is_alone = folder, is_alone
         self._changed = changed
         self._ordering = threading.Lock()
         self._early: Dict[int, Dict[str, Any]] = {}
@@ -157,7 +161,7 @@ class _Relay:
         self.kept_bytes = 0
         self.first = 0  # number of the oldest report that is kept
         self.gone = threading.Event()
-        self._closing = False
+        self._closing = self._keeps_run_dir = False
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
         module = f"{__package__.rpartition('.')[0]}.{program}"
@@ -175,6 +179,8 @@ class _Relay:
 
     def order(self, number: int, order: Dict[str, Any]) -> None:
         with self._ordering:
+            if order["do"] == "prepare":
+                self._keeps_run_dir = json.loads(order["role"])["task"]["keep_run_dir"]
             if number >= self._next:
                 self._early[number] = order
             while self._next in self._early:
@@ -204,9 +210,11 @@ class _Relay:
         # One that was not killed has ended everything, and has removed what is not to be kept.
         if last != OVER:
             killed = kill_tagged(self._tag)
-            RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
+            if not self._keeps_run_dir:
+                RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
         if not is_expected:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._is_alone:  # else other replicas use it
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._keep(json.dumps({"at": "gone", "left": killed}).encode())
         self.gone.set()
 

@@ -40,6 +40,13 @@ def test_a_request_that_no_driver_takes_fails_and_is_gone(requests, monkeypatch,
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("text", ['{"cancel": [[0', "[]", '{"cancel": 1}', "{}"])
+def test_what_is_no_request_is_removed(requests, tmp_path, text):
+    (tmp_path / f"{requests._prefix}x").write_text(text)
+    assert list(requests.find(8)) == []
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_request_of_another_array_or_user_is_none(requests, tmp_path):
     (tmp_path / f"{requests._prefix}link").symlink_to("/etc/passwd")
     (tmp_path / "nemo_run_ray-e_1.array2.cancel~x").write_text("of another array")

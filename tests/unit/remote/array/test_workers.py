@@ -88,9 +88,13 @@ def test_what_waits_on_a_host_that_is_full_is_for_others(host, monkeypatch, numb
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     waiting(host, 0)
+    before = len(os.listdir("/proc/self/fd"))
+    host.step(set())
+    assert host._channel.rows == [], "there may be room in a moment"
     if something_runs:
         running(host, 5)
-    before = len(os.listdir("/proc/self/fd"))
+    else:
+        monkeypatch.setattr(host_module, "_FULL_S", 0.0)
     host.step(set())
     name = socket.gethostname()
     reason = f"node {name} has no room for another process: {os.strerror(number)}"
@@ -100,6 +104,16 @@ def test_what_waits_on_a_host_that_is_full_is_for_others(host, monkeypatch, numb
     assert host._may_begin is something_runs
     assert host._slots == [{}]
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_another_error_at_a_start_is_no_lack_of_room(host, monkeypatch):
+    def fail(element: RunningElement) -> bool:
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+
+    monkeypatch.setattr(host, "_begin", fail)
+    waiting(host, 0)
+    with pytest.raises(OSError, match="Message too long"):
+        host.step(set())
 
 
 def test_a_program_that_is_not_there_is_the_elements_failure(host):
@@ -145,6 +159,17 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed():
     assert (runs.pid, runs.code) == (os.getpid(), None)
     for element in (ended, lost, runs, unread):
         element.close()
+
+
+def test_a_fork_server_that_cannot_be_started_again_says_why(monkeypatch):
+    def refuse() -> None:
+        raise OSError(errno.EAGAIN, "no process")
+
+    server = ForkServer.__new__(ForkServer)
+    server._false_starts = 0
+    monkeypatch.setattr(server, "_start", refuse)
+    why = server.restart(137)
+    assert why == f"its process cannot be started again: [Errno {errno.EAGAIN}] no process"
 
 
 def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
