@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import nemo_run as run
+import psutil
 import pytest
 
 from nemo_run_ray import array
@@ -141,6 +142,17 @@ def test_a_cancel_ends_what_runs_and_what_hides(start, tmp_path):
     wait_for(lambda: not processes_of(job.id), 30)
     log = "".join(job.log())
     assert "cancelled; no process of it is left" in log
+
+
+def test_what_an_element_leaves_is_ended_with_it(start, tmp_path):
+    program = f"(setsid sleep 1000 & echo $! > {tmp_path}/$NEMO_RUN_ARRAY_INDEX); sleep 0.2"
+    job = start(array(run.Script(inline=program), over={"env.X": range(3)}), grace_s=1)
+
+    state, _, log = finish(job)
+
+    assert state == "SUCCEEDED", log
+    pids = [int((tmp_path / str(index)).read_text()) for index in range(3)]
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 30)
 
 
 def test_an_element_that_writes_without_end_does_not_fill_the_log(start):

@@ -16,6 +16,7 @@ import pytest
 
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import NemoRunRayError, SubmissionError
+from nemo_run_ray.experiment.dispatch import start_dispatcher
 from nemo_run_ray.experiment.find import find_job
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.status import JobExit, JobState, Reason
@@ -299,6 +300,24 @@ def test_a_client_that_waits_starts_a_dispatcher_again_that_was_stopped(yard, un
     waits.join(120)
     assert not waits.is_alive(), "the client has seen the end"
     assert yard.begun() == ["first", "second"]
+
+
+@pytest.mark.soak
+def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api):
+    started = yard.start(
+        unique,
+        step("first", '[ "$NEMO_RUN_ATTEMPT" = 2 ]', retries=1),
+        *(step(f"job{number}", after="first") for number in range(3)),
+        step("bad", "exit 1", after="job0 job1 job2", retries=1),
+    )
+    assert start_dispatcher(started.dispatch, api, existing.record()) == f"{started.dispatch.id}@2"
+
+    for number in (1, 2):
+        assert started.dispatch_ends(api, number) == JobExit.SOME_FAILED
+    begun = yard.begun()
+    assert begun[:2] == ["first", "first@2"]
+    assert sorted(begun[2:5]) == ["job0", "job1", "job2"]
+    assert begun[5:] == ["bad", "bad@2"]
 
 
 # ---------------------------------------------------------------------- pages and bad input

@@ -138,12 +138,15 @@ class Probing:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 preexec_fn=before_exec,
+                start_new_session=True,  # it may end its own group
             )
         except OSError as error:
             return f"{self._question} cannot be started: {error}"
         return f"{self._question} ended with exit code {code}" if code else ""
 
     def _local_hint(self) -> str:
+        if self._address == _LOCAL:
+            return ""
         try:
             socket.create_connection((_LOCAL, self._port)).close()
         except OSError:

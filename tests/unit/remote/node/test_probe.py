@@ -108,6 +108,16 @@ def test_a_server_on_another_address_alone_is_not_ready_and_the_hint_says_so(lis
     assert f"It does listen on {_LOCAL}:{port}" in answer
 
 
+def test_a_server_that_listens_too_late_for_a_try_gets_no_hint_about_its_own_address(listening):
+    assert _probing("port", port=listening())._local_hint() == ""
+
+
+def test_a_command_that_ends_its_group_ends_nothing_else():
+    """As a script does that has started servers of its own."""
+    answer = _answer(_probing("command", command=("sh", "-c", "kill -9 0"), timeout_s=0.5))
+    assert answer.endswith("ended with exit code -9")
+
+
 def test_a_get_is_repeated_until_it_has_the_status(site):
     port, statuses, asked = site
     statuses[:] = [404, 503, 200]
