@@ -450,6 +450,8 @@ class ExperimentStore:
         exp_dir: the experiment's folder.
         ledger: its ledger.
         dispatches: the experiment's dispatches, by id.
+        waiters: objects of this process that wait for its jobs; as long as there is one, what is
+            seen of the jobs is recorded.
         lock: guards what several threads do once.
         packing: guards the files that packagers write.
         recording: guards what is written of jobs that were seen.
@@ -464,6 +466,7 @@ class ExperimentStore:
         self.exp_dir = exp_dir
         self.ledger = Ledger(exp_dir)
         self.dispatches: dict[str, Any] = {}
+        self.waiters: set[object] = set()
         self.lock = threading.Lock()
         self.packing = threading.Lock()
         self.recording = threading.Lock()

@@ -226,6 +226,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         with self._lock:
             if self._tending is None and not registry.is_detached(self._experiment):
                 self._tending = threading.Event()
+                store_of(exp_dir).waiters.add(self)
                 threading.Thread(
                     target=tend_until, args=(exp_dir, self._tending), name="tend", daemon=True
                 ).start()
@@ -267,7 +268,9 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             return None
         snapshot = Snapshot()
         status = job.status_in(snapshot)
-        if self._tending is not None:  # else it is a look, which changes nothing
+        # Threads that wait ask by schedulers of their own; without a waiter it is a look, which
+        # changes nothing.
+        if store_of(job.record.exp_dir).waiters:
             record([(job, status)], snapshot)
         _report(job, status)
         self._report_services(job, status)
@@ -343,6 +346,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if self._tending is not None:
             self._tending.set()
             self._tending = None
+            for batch in self._batches.values():
+                store_of(batch.exp_dir).waiters.discard(self)
 
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
