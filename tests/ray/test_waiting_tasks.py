@@ -61,8 +61,8 @@ def test_more_than_is_free(jobs):
     words = explained(jobs["waits"])
     assert jobs["waits"].status.reason is Reason.ROOM
     assert words.startswith("It asks for CPU 2; the node ")
-    assert f"has CPU 1 of 4 free; there it is held by {jobs['holder'].id} (CPU 3); " in words
-    assert "it waits since " in words
+    assert f"has CPU 1 of 4 free; there it is held by {jobs['holder'].id} (CPU 3). " in words
+    assert "It waits since " in words
 
 
 def test_more_than_any_node_has_of_a_dispatchers_task(jobs):
