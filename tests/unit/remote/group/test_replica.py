@@ -546,6 +546,17 @@ def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     assert site.relays.close()
 
 
+def test_the_folder_of_an_actor_stays_while_another_replica_uses_it(replicas):
+    first, second = replicas(2)
+    first.run(_role(("sleep", "1000"), replicas=2))
+    wait(first.processes)
+    os.kill(first.process(), signal.SIGKILL)
+    first.until("gone")
+    assert first.folder.exists()
+    second.run(_role(("sleep", "1000"), replicas=2), index=1)
+    wait(second.processes)
+
+
 def test_reports_are_whole_when_our_process_dies_in_the_middle_of_one(site):
     """The line is longer than the socket's buffer, so that some of it is under way."""
     code = """
