@@ -86,6 +86,7 @@ class SlurmAllocation:
         end: how the run was over.
         token: Ray's.
         ended_s: seconds since its end, by the clocks of two hosts.
+        jobless_s: the same since it was claimed, as long as it has no job.
         has_queue: whether Slurm has said anything since the folder was changed.
         queued: its job, as Slurm has it; ``None`` when Slurm has none or gave no answer.
     """
@@ -103,6 +104,7 @@ class SlurmAllocation:
     end: RunEnd | None = None
     token: str = field(default="", repr=False)
     ended_s: float = 0.0
+    jobless_s: float = 0.0
     has_queue: bool = False
     queued: QueuedJob | None = None
 
@@ -136,8 +138,9 @@ class SlurmAllocation:
 
     @property
     def will_start(self) -> bool:
-        """Whether it may still come up."""
-        return not (self.head or self.stop or self.why_over or self.is_lost)
+        """Whether it may still come up; a script that claimed it may have died before."""
+        is_left = self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _ASKING_S
+        return not (self.head or self.stop or self.why_over or self.is_lost or is_left)
 
 
 @dataclass(frozen=True)
@@ -368,7 +371,8 @@ class Allocations:
 
 def _why_away(newest: SlurmAllocation, history: History) -> str:
     """Explain why runs are over whose dispatches continue in a later one; empty otherwise."""
-    why, job = history.runs[0].why, f"Slurm job {newest.job}"
+    why = history.runs[0].why
+    job = f"Slurm job {newest.job}" if newest.job else "the next one"
     if newest.is_renewing:
         return f"{why}, and the next one is being asked for"
     if history.kept and newest.may_start_again:

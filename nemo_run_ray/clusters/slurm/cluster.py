@@ -49,6 +49,8 @@ _LOOK_S = 2.0
 #: Seconds after which a claimed allocation that Slurm does not know is passed over. Its client has
 #: died, or it waits for Slurm for longer than anybody waits for `sbatch`.
 _CLAIM_S = 45.0
+#: Seconds within which the host with Slurm must answer for the first time.
+_FIRST_ANSWER_S = 60.0
 #: Number of submissions to a controller of Slurm that gives no answer.
 _SUBMISSIONS = 4
 #: Errors of `sbatch` that do not say whether the controller has the job.
@@ -112,13 +114,15 @@ class SlurmCluster(Cluster):
                 queue_timeout_s=self.queue_timeout_s,
                 say=_say,
             )
-            if not (self._of_name.is_used or self.keep):
+            was_used = self._of_name.is_used
+            if not (was_used or self.keep):
                 atexit.register(self._leave)
             self._of_name.is_used = True
             try:
                 allocation = way.run()
             except BaseException:
-                self._leave()
+                if not was_used:  # else jobs of this program may run in it
+                    self._leave()
                 raise
             if way.said:
                 _say(f"Ray is up in Slurm job {allocation.job} of the cluster {self.name!r}.")
@@ -334,8 +338,10 @@ class BringUp:
             try:
                 allocation = self._step()
             except Unanswered as error:
-                if not self._answered:
-                    raise
+                if not self._answered and self.clock() - self._began >= _FIRST_ANSWER_S:
+                    raise ClusterError(
+                        f"The cluster {self.name!r} cannot be looked for: {error}"
+                    ) from error
                 self._say(str(error))
                 allocation = None
             if allocation is not None:

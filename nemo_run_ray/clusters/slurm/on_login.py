@@ -72,6 +72,7 @@ class ClusterFolder:
             "number": number,
             "is_sent": (path / "sbatch").is_dir(),
             "renewed": (path / "renewed").exists(),
+            "jobless_s": time.time() - _changed_at(path),
             **{name: " ".join(_read(path, name).split()) for name in words},
         }
         job = found["job"]
@@ -247,14 +248,16 @@ class ClusterFolder:
                     return False
         run = self._newest_run(path, _read(path, "job").strip())
         has_head = run is not None and not (run / "end.json").exists()
+        is_noted = False
         with contextlib.suppress(OSError):  # a full disk keeps no job alive
             write_file(path / "stop", why)
+            is_noted = True
         try:
             self._cancel(path)
         except TimeoutError:
-            if has_head:
+            if is_noted and has_head:
                 return True  # its head ends it
-            raise TimeoutError(_UNHEARD) from None
+            raise TimeoutError(_UNHEARD if is_noted else "Slurm gives no answer.") from None
         with contextlib.suppress(OSError):
             write_file(path / "over", why)
         return True

@@ -188,6 +188,15 @@ def test_a_stop_while_the_controller_is_away(world, is_running):
     assert allocations.look().over == "it was ended"
 
 
+def test_an_order_that_cannot_be_written_is_not_promised(world):
+    allocations = world.submitted()
+    world.ready()
+    (world.life() / "stop").mkdir()
+    (world.slurm / "away").touch()
+    with pytest.raises(ClusterError, match=r"Slurm gives no answer\.$"):
+        allocations.ask("cancel", number=1, why="it was ended", has_ended=False)
+
+
 @pytest.mark.parametrize(
     ("command", "script", "words"),
     [
@@ -304,13 +313,15 @@ def test_two_names_of_a_folder_are_one(world, tmp_path):
     assert (world.slurm / "queue").read_text().strip().endswith(str(world.life().resolve()))
 
 
-def test_the_host_must_answer_the_first_time(world, monkeypatch):
+def test_the_host_must_answer_within_a_minute(world, monkeypatch):
     def never(self: Allocations) -> SlurmAllocation | None:
         raise Unanswered("me@host cannot be reached now: no route.")
 
     monkeypatch.setattr(Allocations, "look", never)
-    with pytest.raises(ClusterError, match=r"me@host .*no route"):
+    world.events = [_nothing] * 100
+    with pytest.raises(ClusterError, match=r"'ray' cannot be looked for: me@host .*no route"):
         world.client().run()
+    assert world.now == 1000 + 60
 
 
 def test_it_is_kept_only_once_it_is_ready(world):

@@ -13,6 +13,8 @@ import pytest
 from nemo_run_ray import SlurmCluster
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.clusters.slurm import allocations
+from nemo_run_ray.clusters.slurm import cluster as cluster_module
+from nemo_run_ray.errors import ClusterError
 from tests.unit.clusters.test_bring_up import World, world
 
 __all__ = ["world"]
@@ -104,6 +106,17 @@ def test_a_next_one_that_never_comes_is_a_loss(renewed, monkeypatch):
     assert "its walltime is over, and nobody has asked for the next one" in gone(found, "session_1")
 
 
+def test_a_next_one_whose_script_died_before_slurm_had_it_is_a_loss(renewed):
+    assert cluster(renewed)._of_name.ask("claim", number=2, user="me")
+    (renewed.life(2) / "renewed").touch()
+    found = cluster(renewed)
+    assert "chains continue in the next one, which is not up yet" in away(found, "session_1")
+    died_s = allocations.RENEWAL_S + allocations._ASKING_S
+    os.utime(renewed.life(2), (time.time() - died_s,) * 2)
+    assert away(found, "session_1") == ""
+    assert "its walltime is over" in gone(found, "session_1")
+
+
 @pytest.mark.parametrize("when", ["before", "after", "refused"])
 def test_a_next_one_that_does_not_come_is_a_loss_with_its_reason(renewed, when):
     """By `down`, also when the script asks for the next one at that moment, or by Slurm."""
@@ -157,6 +170,24 @@ def test_a_new_client_waits_for_the_next_one(renewed):
     assert client.run().number == 2
     assert (renewed.slurm / "last").read_text() == "102\n"
     assert any("is being renewed" in one for one in renewed.said)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_failure_takes_a_program_off_only_what_it_did_not_use_before(world, monkeypatch, is_used):
+    start(world, 1)
+    world.ready(1)
+    found = cluster(world)
+    found._of_name.ask("join", number=1, user=cluster_module._USER)
+    monkeypatch.setattr(found._of_name, "is_used", is_used)
+
+    def fail(self: object) -> None:
+        raise ClusterError("the connection broke off")
+
+    monkeypatch.setattr(cluster_module.BringUp, "run", fail)
+    monkeypatch.setattr(cluster_module.atexit, "register", lambda _: None)
+    with pytest.raises(ClusterError, match="broke off"):
+        found.connect()
+    assert (cluster_module._USER in os.listdir(world.life() / "users")) is is_used
 
 
 def test_it_does_not_wait_for_ever_for_a_script_that_died(renewed):
