@@ -490,7 +490,9 @@ class LocalCluster(Cluster):
         self._archive(state, has_died, jobs)
         if Path(state.root, MARKER).exists():
             # Environments of packages make 100,000 files of it, which nobody should wait for.
-            _detached('rm -rf "$1"', state.root)
+            # Programs of one that has died may still write there for some seconds.
+            again = '; sleep 3; rm -rf "$1"; sleep 12; rm -rf "$1"' if has_died else ""
+            _detached(f'rm -rf "$1"{again}', state.root)
         else:
             log.warning("%s is not removed: it is no folder of an embedded Ray.", state.root)
         self._token.unlink(missing_ok=True)

@@ -122,6 +122,8 @@ def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child, is_made_by
     assert left.wait(10) < 0
     if is_made_by_us:
         wait_for(lambda: not root.exists())
+        root.mkdir()  # as a program of the dead cluster that still writes does
+        wait_for(lambda: not root.exists())
     assert root.exists() is not is_made_by_us
     assert child.poll() is None
     assert not (home._path / "state.json").exists()
