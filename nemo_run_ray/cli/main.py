@@ -95,14 +95,14 @@ def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
     live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
     try:
         with live:
-            record(report.seen, report.snapshot, with_logs=False)
+            record(report.seen, report.snapshot, copy_s=0.0)
             while not report.is_over:
                 for exp_dir in {job.record.exp_dir for job in jobs}:
                     tend(exp_dir)
                 time.sleep(_REFRESH_S)
                 report = observe(jobs)
                 live.update(report.table(time.time()), refresh=True)
-                record(report.seen, report.snapshot, with_logs=False)
+                record(report.seen, report.snapshot, copy_s=0.0)
     finally:
         out.print(report.table(time.time()))
     missing = [job for job, status in report.seen if status.state.is_terminal and job.misses_log]

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ from nemo_run_ray.experiment.store import (
     known,
     store_of,
 )
+from nemo_run_ray.fields import is_amount
 from nemo_run_ray.remote.end_record import end_mark, record_in
 from nemo_run_ray.remote.fit import (
     Node,
@@ -85,6 +87,7 @@ from nemo_run_ray.remote.spec import (
     JobRow,
     JobRows,
     fits,
+    nonce_of,
 )
 from nemo_run_ray.remote.status import (
     NODE_DEAD_S,
@@ -390,17 +393,23 @@ class RemoteJob:
             timeout_s: seconds to wait at most; without it as long as it takes.
 
         Raises:
-            ConfigError: the time is negative.
+            ConfigError: the time is no number, or negative.
             JobError: it will never start, since it never reached the cluster.
             StillRunning: it has not ended in that time; it is a ``TimeoutError`` too.
         """
-        if timeout_s is not None and not timeout_s >= 0:
-            raise ConfigError(f"The timeout_s of a wait is {timeout_s!r}; it must be 0 or more.")
+        if timeout_s is not None and not is_amount(timeout_s):
+            raise ConfigError(
+                f"The timeout_s of a wait is {timeout_s!r}; allowed is a number of seconds "
+                "from 0, or None to wait as long as it takes."
+            )
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             snapshot = Snapshot()
             status = self.status_in(snapshot)
-            record([(self, status)], snapshot)
+            left_s = None
+            if deadline is not None:
+                left_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+            record([(self, status)], snapshot, copy_s=left_s)
             if status.state.is_terminal:
                 return status
             if self._never_starts(status):
@@ -695,7 +704,10 @@ class RemoteJob:
             ClusterError: the log cannot be read.
             JobError: there is no log.
         """
-        if self.kept.is_whole:
+        # A copy is taken when the job is over, and its last processes may write a moment later. The
+        # embedded Ray writes its own when it stops.
+        is_whole = self.cluster.runs_here and self.kept.is_whole
+        if self.kept.has_log and (is_whole or not self._is_on_cluster()):
             return self.kept.log()
         return self._begun_or_kept(self._joined(self._attempt_logs(follow)))
 
@@ -786,6 +798,14 @@ class RemoteJob:
         if at_once:
             return logs.whole(name)
         return logs.tail(name, lambda: not self._is_over(number))
+
+    def _is_on_cluster(self) -> bool:
+        """Whether the cluster answers and has the attempt that the kept log ends with."""
+        try:
+            row = self.api().job(self.ran_as(self.look(Snapshot())))
+        except NemoRunRayError:
+            return False
+        return row is not None and nonce_of(row) in self.record.nonces
 
     def _is_over(self, number: int) -> bool:
         """Whether an attempt has ended."""
@@ -956,7 +976,7 @@ def record(
     seen: Iterable[tuple[RemoteJob, JobStatus]],
     snapshot: Snapshot,
     is_final: bool = False,
-    with_logs: bool = True,
+    copy_s: float | None = None,
 ) -> list[str]:
     """Write down attempts and ends, then copy the logs of jobs that have ended.
 
@@ -967,7 +987,7 @@ def record(
         seen: jobs, and what the snapshot says of them.
         snapshot: what clusters say.
         is_final: the cluster is about to be stopped, and with it all that runs on it.
-        with_logs: copy logs too, which may take long.
+        copy_s: seconds to wait for the copies, which go on after that; ``None`` waits for all.
 
     Returns:
         A sentence for each log that could not be copied.
@@ -975,15 +995,30 @@ def record(
     by_folder: dict[Path, list[tuple[RemoteJob, JobStatus]]] = {}
     for job, status in seen:
         by_folder.setdefault(job.record.exp_dir, []).append((job, status))
-    problems = []
+    problems: list[str] = []
     for exp_dir, jobs in by_folder.items():
         if os.access(exp_dir, os.W_OK):
             store = store_of(exp_dir)
             _write(store, jobs, snapshot, is_final)
-            for job, status in jobs if with_logs else ():
-                if _has_ended(status) and status.attempt:
-                    problems.append(_copy(store, job, status))
-    return [problem for problem in problems if problem]
+            ended = [
+                (job, status)
+                for job, status in jobs
+                if _has_ended(status) and status.attempt and job.id not in store.copied
+            ]
+            # A client that does not wait looks again soon: one thread at a time is enough.
+            if ended and not (copy_s == 0 and store.copying.locked()):
+                thread = threading.Thread(
+                    target=_copy_all, args=(store, ended, problems), name="copy-logs", daemon=True
+                )
+                thread.start()
+                thread.join(copy_s)
+    return problems
+
+
+def _copy_all(
+    store: ExperimentStore, ended: Iterable[tuple[RemoteJob, JobStatus]], problems: list[str]
+) -> None:
+    problems.extend(filter(None, (_copy(store, job, status) for job, status in ended)))
 
 
 def _has_ended(status: JobStatus) -> bool:

@@ -1,6 +1,7 @@
 """What is written down of jobs: attempts, ends and logs."""
 
 import dataclasses
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,31 @@ def test_a_verb_that_waits_keeps_what_ended_before(ray, unique, verb, monkeypatc
     monkeypatch.setattr(cli.out, "_force_terminal", True)
     invoke(verb, unique)
     assert list(kept(handed)) == ["job.log"]
+
+
+@pytest.mark.parametrize("copy_s", [0.0, 0.1])
+def test_a_copy_that_takes_long_goes_on_and_what_comes_later_is_read(ray, unique, copy_s):
+    handed = Handed(ray, unique, "job")
+    end(handed, "job")
+    (job,) = handed.jobs.values()
+    may_go = threading.Event()
+
+    def trouble(method: str, path: str) -> None:
+        if path.endswith("/logs"):
+            may_go.wait(20)
+
+    ray.trouble = trouble
+    snapshot = Snapshot()
+    began_at = time.monotonic()
+    assert history.record([(job, job.look(snapshot))], snapshot, copy_s=copy_s) == []
+    assert job.wait(timeout_s=copy_s).state is JobState.SUCCEEDED
+    assert time.monotonic() - began_at < 10
+    assert "job.log" not in kept(handed)
+    may_go.set()
+    assert handed.record() == {"job": "SUCCEEDED"}
+    assert list(kept(handed)) == ["job.log"]
+    end(handed, "job", log="words of the task\nlast words\n")
+    assert invoke("logs", unique) == "words of the task\nlast words\n"
 
 
 def test_the_logs_of_all_attempts(ray, unique):

@@ -101,7 +101,7 @@ def test_a_wait_that_is_too_short_says_so_and_the_job_goes_on(ray, one):
     assert ray.stops == []
 
 
-@pytest.mark.parametrize("timeout_s", [-1, float("nan")])
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), "5"])
 def test_a_wait_takes_seconds(one, timeout_s):
     (job,) = one.jobs.values()
     with pytest.raises(ConfigError, match="timeout_s of a wait is"):
