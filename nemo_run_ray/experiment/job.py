@@ -712,7 +712,7 @@ class RemoteJob:
         return self._begun_or_kept(self._joined(self._attempt_logs(follow)))
 
     def output(self, follow: bool = False) -> Iterator[str]:
-        """The lines of its log without Ray's before the task's first one, and without the last."""
+        """Its log without Ray's lines before the task's first one, and without the last line."""
         marks = tuple(attempt_mark(nonce) for nonce in self.record.nonces)
         return output_of(self.log(follow), self.end_marks, marks)
 

@@ -104,8 +104,9 @@ def attempt_mark(nonce: str) -> str:
 def output_of(
     texts: Iterable[str], end_marks: tuple[str, ...], attempt_marks: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """The lines of the task: the log without the lines before its start and the end record.
+    """The output of the task: the log without the lines before its start and the end record.
 
+    A line that has no end yet is passed on, as far as it is there, when it cannot be one of ours.
     The head of the log of a job that never started is all that there is, and is passed on.
 
     Args:
@@ -114,9 +115,19 @@ def output_of(
         attempt_marks: how a line may begin after which the log of another attempt follows.
     """
     head: list[str] | None = []  # lines before that of the entrypoint; ``None`` behind it
+    at_start = True  # of a line, and not behind the part of it that was passed on
     error: Exception | None = None
+
+    def is_tasks(begun: str) -> bool:
+        may_be_ours = PREFIX.startswith(begun) or begun.startswith(PREFIX)
+        return head is None and not (at_start and may_be_ours)
+
     try:
-        for line in lines(texts, "\r\n"):  # a progress bar returns to its beginning
+        for line in lines(texts, "\r\n", is_tasks):  # a progress bar returns to its beginning
+            was_at_start, at_start = at_start, line.endswith(("\r", "\n"))
+            if head is None and not was_at_start:
+                yield line
+                continue
             if line.startswith(end_marks):
                 continue
             if line.startswith(attempt_marks):
@@ -147,12 +158,15 @@ def _never_started(head: Iterable[str]) -> Iterator[str]:
     return (line for line in head if _SETTING_UP not in line)
 
 
-def lines(texts: Iterable[str], ends: str = "\n") -> Iterator[str]:
+def lines(
+    texts: Iterable[str], ends: str = "\n", at_once: Callable[[str], bool] | None = None
+) -> Iterator[str]:
     """Complete lines with their ends; a very long one in pieces, the last one as it is.
 
     Args:
         texts: a log, in pieces of any size.
         ends: characters after which a line ends.
+        at_once: whether what there is of a line is passed on before its end comes.
     """
     # str.splitlines also cuts at form feeds and the like, which are no line's end in a log.
     end = re.compile(f"(?<=[{ends}])")
@@ -166,6 +180,10 @@ def lines(texts: Iterable[str], ends: str = "\n") -> Iterator[str]:
                 if piece.endswith(tuple(ends)) or size >= LINE_MAX_CHARS:
                     line, parts, size = "".join(parts), [], 0
                     yield from _pieces(line)
+            begun = "".join(parts) if at_once else ""
+            if at_once and begun and at_once(begun):
+                parts, size = [], 0
+                yield from _pieces(begun)
     except Exception:
         yield from _pieces("".join(parts))
         raise

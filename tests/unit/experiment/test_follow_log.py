@@ -224,6 +224,14 @@ def test_only_what_the_task_printed_is_left(printed, cuts):
     assert "".join(output_of(_in_pieces(running, cuts), (_MARK,))) == body
 
 
+def test_a_line_without_its_end_is_passed_on_unless_it_may_be_ours():
+    texts = [_HEAD, "Name? ", "me", "\nne", "mo_run_", "x", f"{_MARK}\n", _MARK[:20], _MARK[20:]]
+    seen = []
+    arriving = (seen.append(text) or text for text in texts)
+    found = [(text, len(seen)) for text in output_of(arriving, (_MARK,))]
+    assert found == [("Name? ", 2), ("me", 3), ("\n", 4), ("nemo_run_x", 6), (f"{_MARK}\n", 7)]
+
+
 @given(st.lists(st.integers(0, 10_000)))
 def test_a_job_that_never_started_shows_what_ray_says(cuts):
     text = "runtime_env setup failed: x\nTraceback\n  y"
