@@ -102,7 +102,7 @@ def test_a_file_without_a_cluster(write, text):
 
 
 def test_the_docs_example(write):
-    page = (ROOT / "docs" / "clusters.md").read_text()
+    page = (ROOT / "docs" / "guides" / "cluster_files.md").read_text()
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
     write(text)
     assert list(load("team-a").file.pools) == ["gpu", "cpu"]
