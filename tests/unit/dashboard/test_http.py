@@ -79,21 +79,6 @@ def test_one_deadline_holds_for_a_whole_request(pieces):
         assert time.monotonic() - began < 5
 
 
-def test_a_question_that_ctrl_c_ended_is_asked_again():
-    answers = [KeyboardInterrupt(), 1]
-
-    def ask() -> int:
-        answer = answers.pop(0)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    cached = http.Cached(ask, 60.0)
-    with pytest.raises(KeyboardInterrupt):
-        cached.get()
-    assert cached.get() == 1
-
-
 def test_requests_are_not_logged(caplog):
     """NeMo-Run shows the INFO of every logger."""
     caplog.set_level(logging.INFO)
@@ -127,20 +112,6 @@ def test_an_answer_that_does_not_end_is_given_up_at_a_size(monkeypatch):
         with pytest.raises(Unreachable, match="more than 1 MiB") as caught:
             Http(Dashboard(url)).get("/api/jobs/")
         assert not isinstance(caught.value, Unanswered)
-
-
-def test_a_log_that_is_too_large_for_the_jobs_api_is_given_up(monkeypatch):
-    monkeypatch.setattr(http, "ANSWER_MAX_BYTES", 2)
-
-    class Closed(Handler):
-        def answer(self) -> None:
-            is_log = self.path == "/api/jobs/x/logs"
-            self.send(200 if is_log else 403, '{"logs": "much"}')
-
-    with serving(Closed) as url:
-        logs = LogStream(Http(Dashboard(url)), lambda _: {"driver_node_id": "a"})
-        with pytest.raises(JobError, match=r"more than 0 MiB and .*/file is closed"):
-            list(logs.whole("x"))
 
 
 def test_an_answer_says_when_to_ask_again():
@@ -295,3 +266,32 @@ def test_requests_and_a_logs_websocket_take_the_same_proxy(proxies):
             with pytest.raises(StreamCut):
                 next(LogStream(front, lambda _: None).tail("job", lambda: True))
     assert asked == [f"GET {FRONT}/api/jobs/", "CONNECT ray.example.org:8265"]
+
+
+def test_a_question_that_ctrl_c_ended_is_asked_again():
+    answers = [KeyboardInterrupt(), 1]
+
+    def ask() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    cached = http.Cached(ask, 60.0)
+    with pytest.raises(KeyboardInterrupt):
+        cached.get()
+    assert cached.get() == 1
+
+
+def test_a_log_that_is_too_large_for_the_jobs_api_is_given_up(monkeypatch):
+    monkeypatch.setattr(http, "ANSWER_MAX_BYTES", 2)
+
+    class Closed(Handler):
+        def answer(self) -> None:
+            is_log = self.path == "/api/jobs/x/logs"
+            self.send(200 if is_log else 403, '{"logs": "much"}')
+
+    with serving(Closed) as url:
+        logs = LogStream(Http(Dashboard(url)), lambda _: {"driver_node_id": "a"})
+        with pytest.raises(JobError, match=r"more than 0 MiB and .*/file is closed"):
+            list(logs.whole("x"))
