@@ -213,6 +213,7 @@ class Http:
             **content,
         )
         answer: Future[httpx.Response] = Future()
+        is_left = threading.Event()
 
         def work() -> None:
             try:
@@ -221,6 +222,9 @@ class Http:
                 answer.set_result(read(response))
             except BaseException as error:
                 answer.set_exception(error)
+            finally:
+                if is_left.is_set():  # a connection that came after the close
+                    transport.close()
 
         try:
             threading.Thread(target=work, name=f"{method} {path}", daemon=True).start()
@@ -235,6 +239,7 @@ class Http:
                     raise httpx.ReadTimeout(f"timed out after {limit_s:g} s")
             return answer.result()
         except BaseException:
+            is_left.set()
             transport.close()  # ends the thread at the next byte, or at its socket's time limit
             raise
 
