@@ -70,16 +70,18 @@ def follow(
             # The WebSocket needs two seconds before its first text, and some proxies pass none on.
             # Where the whole log breaks off, because it is huge, it comes by the WebSocket.
             at_once = (over and failures % 2 == 0) or barren >= _BARREN_ROUNDS
-            skip = place
-            for text in read(at_once) if not is_complete else ():
-                fresh, skip = text[skip:], max(0, skip - len(text))
-                if fresh:
-                    place += len(fresh)
-                    line = _last_line(line + fresh)
-                    yield fresh
-                    is_complete = line.startswith(end_marks) and line.endswith("\n")
-                    if is_complete:
-                        break  # the server would keep the stream open for seconds more
+            # The WebSocket may stop early: then the job's last lines come the other way.
+            for whole in (False, True) if over and not at_once else (at_once,):
+                skip = place
+                for text in read(whole) if not is_complete else ():
+                    fresh, skip = text[skip:], max(0, skip - len(text))
+                    if fresh:
+                        place += len(fresh)
+                        line = _last_line(line + fresh)
+                        yield fresh
+                        is_complete = line.startswith(end_marks) and line.endswith("\n")
+                        if is_complete:
+                            break  # the server would keep the stream open for seconds more
             if over and (is_complete or has_waited):
                 return
             failures, has_waited = 0, over
