@@ -82,10 +82,9 @@ def test_one_deadline_holds_for_a_whole_request(pieces):
 def test_requests_are_not_logged(caplog):
     """NeMo-Run shows the INFO of every logger."""
     caplog.set_level(logging.INFO)
-    with serving(
-        Hostile, pieces=staticmethod(lambda: iter([OK + b"Content-Length: 0\r\n\r\n"]))
-    ) as url:
-        Http(Dashboard(url)).get("/api/jobs/")
+    pieces = staticmethod(lambda: iter([OK + b"Content-Length: 0\r\n\r\n"]))
+    with serving(Hostile, pieces=pieces) as url, contextlib.closing(Http(Dashboard(url))) as front:
+        front.get("/api/jobs/")
     assert caplog.records == []
 
 
@@ -153,10 +152,13 @@ def test_nothing_is_unpacked():
 def test_json_that_is_too_deep_is_not_rays():
     text = b"[" * 200_000
     head = OK + b"Content-Length: %d\r\n\r\n" % len(text)
-    with serving(Hostile, pieces=staticmethod(lambda: iter([head, text]))) as url:
-        front = Http(Dashboard(url))
-        with pytest.raises(Unreachable, match="is not a Ray dashboard"):
-            front.read(front.get("/api/jobs/"), list)
+    pieces = staticmethod(lambda: iter([head, text]))
+    with (
+        serving(Hostile, pieces=pieces) as url,
+        contextlib.closing(Http(Dashboard(url))) as front,
+        pytest.raises(Unreachable, match="is not a Ray dashboard"),
+    ):
+        front.read(front.get("/api/jobs/"), list)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_a_log_that_is_too_large_for_the_jobs_api_is_given_up(monkeypatch):
             is_log = self.path == "/api/jobs/x/logs"
             self.send(200 if is_log else 403, '{"logs": "much"}')
 
-    with serving(Closed) as url:
-        logs = LogStream(Http(Dashboard(url)), lambda _: {"driver_node_id": "a"})
+    with serving(Closed) as url, contextlib.closing(Http(Dashboard(url))) as front:
+        logs = LogStream(front, lambda _: {"driver_node_id": "a"})
         with pytest.raises(JobError, match=r"more than 0 MiB and .*/file is closed"):
             list(logs.whole("x"))
