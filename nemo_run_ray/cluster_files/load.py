@@ -492,7 +492,7 @@ def find(name: str) -> tuple[Path, str | None]:
         where = ", ".join(map(str, folders()))
         raise NoClusterFile(
             f"There is no cluster file of the name {name!r}.{hint} Looked for {name}.yaml, .yml "
-            f"and .toml in {where or 'no folder: ./cluster_configs and the others do not exist'}. "
+            f"and .toml in {where or 'no folder (./cluster_configs does not exist)'}. "
             "`nemo-run-ray clusters` lists all; `nemo-run-ray init` writes one."
         )
     if len(same_name) > 1:

@@ -280,7 +280,7 @@ class Batch:
 
     @cached_property
     def _misfits(self) -> str:
-        """What the cluster lacks, if an executor asks for a look at it."""
+        """The message about a cluster that cannot run the jobs, if a preflight is asked for."""
         resolved = [executor.resolved() for executor in self.executors.values()]
         resolved = [role for one in resolved for role in one.resource_group or [one]]
         if not any(executor.preflight for executor in resolved):

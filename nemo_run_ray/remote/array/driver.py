@@ -572,7 +572,7 @@ def _last_line(reason: str) -> str:
 
 
 class StatusFile:
-    """What clients see of an array: counts, and the states of all elements, beside the job's log.
+    """Files beside the job's log for clients: counts, and the states of all elements.
 
     Nothing that the array does is decided by these files.
 
