@@ -5,24 +5,25 @@ git itself lists them: what it tracks, and what it does not ignore.
 
 from __future__ import annotations
 
-import contextlib
-import fnmatch
 import gzip
 import io
+import logging
 import os
-import re
 import stat
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from nemo_run_ray.errors import SourceTooLarge, TransportError
 from nemo_run_ray.remote.files import replacing
+
+log = logging.getLogger(__name__)
 
 #: Names, or patterns of names, of files and folders that are left out unless git tracks them or
 #: ``include`` names them: caches, environments, data and models.
@@ -59,21 +60,6 @@ class Link:
 Entry = File | Link
 
 
-@dataclass(frozen=True)
-class Source:
-    """The files to be sent.
-
-    Attributes:
-        tree: the entries, by path relative to the root, with ``/``.
-        base: the folder of it that belongs on ``PYTHONPATH``.
-        ignored: files and folders that ``.gitignore`` keeps here.
-    """
-
-    tree: dict[str, Entry]
-    base: str
-    ignored: list[str]
-
-
 def write_tar(stream: IO[bytes] | gzip.GzipFile, entries: Iterable[tuple[str, Entry]]) -> None:
     """Write a tar archive of the entries, without times and owners."""
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -100,7 +86,7 @@ def collect(
     exclude: Sequence[str] = (),
     collections: Sequence[str] = (),
     scripts: Sequence[str] = (),
-) -> Source:
+) -> dict[str, Entry]:
     """Choose and read the files of a source tree, as they are now, committed or not.
 
     Args:
@@ -109,10 +95,13 @@ def collect(
         include: patterns, relative to the root, of more that is sent, whatever ``LEFT_OUT`` and
             ``.gitignore`` say.
         exclude: patterns, relative to the root, or of names, of what is not sent.
-        collections: names of folders of which only the subfolder with a script is sent. One that
-            no script is in stays here, when a script is in another one of the same package.
+        collections: names of folders of which only the subfolders with a script are sent, and
+            those that begin with ``_``. Without such a script all are sent.
         scripts: paths, relative to the root, of what will run. They are sent whatever ``LEFT_OUT``
             and ``.gitignore`` say, with the packages that they are in or the files beside them.
+
+    Returns:
+        The entries by their paths relative to the root, with ``/``.
 
     Raises:
         TransportError: there is no Python source, a file cannot be read, a link leaves the root or
@@ -127,18 +116,34 @@ def collect(
                 f"ShipSource: exclude={list(exclude)} keeps {script} here, which the task runs. "
                 "Nothing was sent."
             )
-    asked = _included(root, include, exclude) | set(scripts)
+    asked = {*_included(root, include, exclude), *scripts}
     files, ignored = list_files(root, [*_starts(root, scripts)], exclude, LEFT_OUT)
-    families = _families(scripts, collections)
-    wanted = {name for name in files if _is_wanted(root, name, families, collections)} | asked
+
+    def families(name: str) -> set[str]:
+        folders = name.split("/")[:-1]
+        return {below for above, below in pairwise(folders) if above in collections}
+
+    chosen = {family for script in scripts for family in families(script)}
+    wanted = asked | {
+        name
+        for name in files
+        if not chosen or all(one in chosen or one[0] == "_" for one in families(name))
+    }
     if not any(name.endswith(".py") for name in wanted):
         raise TransportError(
             f"ShipSource: no Python source to send in {root}: looked for packages and modules in "
             f"{root / 'src'} and in the folder itself. Give the root of your project, or name "
             "files with include=[…]."
         )
-    sent = {folder for name in asked for folder in (name, *_folders(name))}
-    return Source(dict(read_tree(root, wanted)), import_base(root), sorted(ignored - sent))
+    ignored -= {folder for name in asked for folder in (name, *_folders(name))}
+    if ignored:
+        log.warning(
+            "ShipSource: %d file(s) or folder(s) stay here because .gitignore names them: %s. "
+            "include=[…] sends them.",
+            len(ignored),
+            ", ".join(sorted(ignored)[:10]) + (", …" if len(ignored) > 10 else ""),
+        )
+    return dict(read_tree(root, wanted))
 
 
 def import_base(root: Path) -> str:
@@ -180,80 +185,28 @@ def _starts(root: Path, scripts: Sequence[str]) -> Iterator[str]:
                 yield path.relative_to(root).as_posix()
 
 
-def _included(root: Path, patterns: Iterable[str], exclude: Sequence[str]) -> set[str]:
+def _included(root: Path, patterns: Iterable[str], exclude: Sequence[str]) -> Iterator[str]:
     """The files and links at or below the paths that match the patterns."""
-    names: set[str] = set()
     for pattern in patterns:
-        if PurePosixPath(pattern).is_absolute() or ".." in PurePosixPath(pattern).parts:
-            raise TransportError(
-                f"ShipSource: include={pattern!r} leaves {root}; patterns are relative to it and "
-                "stay in it. Nothing was sent."
-            )
-        paths = list(root.glob(pattern))
+        leaves = pattern.startswith("/") or ".." in pattern.split("/")
+        paths = [] if leaves else list(root.glob(pattern))
         if not paths:
-            raise TransportError(f"ShipSource: include={pattern!r} names nothing in {root}.")
+            raise TransportError(
+                f"ShipSource: include={pattern!r} names nothing in {root}; patterns are relative "
+                "to it and stay in it. Nothing was sent."
+            )
         for path in paths:
-            below = [path] if path.is_symlink() or not path.is_dir() else path.rglob("*")
-            names |= {
-                file.relative_to(root).as_posix()
-                for file in below
-                if file.is_symlink() or not file.is_dir()
-            }
-    return {name for name in names if not matches(name, exclude)}
-
-
-#: The subfolders that scripts are in, by the package and the name of a collection. A script that is
-#: in no subfolder adds none.
-_Families = Mapping[tuple[str, str], set[str]]
-
-
-def _families(scripts: Iterable[str], collections: Sequence[str]) -> _Families:
-    families: dict[tuple[str, str], set[str]] = {}
-    for script in scripts:
-        parts = script.split("/")
-        for depth, name in enumerate(parts[:-1]):
-            if name in collections:
-                family = families.setdefault(("/".join(parts[:depth]), name), set())
-                family.update(parts[depth + 1 : -1][:1])
-    return families
-
-
-def _is_wanted(root: Path, name: str, families: _Families, collections: Sequence[str]) -> bool:
-    """Whether a file is in no collection, or in a family of one that a script is in.
-
-    Folders whose names begin with ``_`` are shared by the families. Another package is sent whole,
-    unless it has families of the same names.
-    """
-    *folders, _ = name.split("/")
-    for depth, collection in enumerate(folders):
-        if collection not in collections:
-            continue
-        package = "/".join(folders[:depth])
-        if any(known == package and family for (known, _), family in families.items()):
-            if (package, collection) not in families:
-                return False
-            wanted = families[package, collection]
-        else:
-            same = [family for (_, known), family in families.items() if known == collection]
-            place = root / package / collection
-            wanted = {one for family in same for one in family if (place / one).is_dir()}
-        family = folders[depth + 1 :][:1]
-        if wanted and family and family[0] not in wanted and not family[0].startswith("_"):
-            return False
-    return True
-
-
-@cache
-def _one_of(patterns: tuple[str, ...]) -> Callable[[str], object]:
-    """A test whether one of the patterns matches a whole text."""
-    each = [fnmatch.translate(str(PurePosixPath(pattern))) for pattern in patterns]
-    return re.compile("|".join(each)).match
+            for file in (path, *(() if path.is_symlink() else path.rglob("*"))):
+                name = file.relative_to(root).as_posix()
+                if (file.is_symlink() or not file.is_dir()) and not matches(name, exclude):
+                    yield name
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern names it, a folder that it is in, or a part of its path."""
-    is_one = _one_of((*patterns, "__pycache__"))
-    return any(map(is_one, (name, *_folders(name), *name.split("/"))))
+    parts = (name, *_folders(name), *name.split("/"))
+    plain = [str(PurePosixPath(pattern)) for pattern in (*patterns, "__pycache__")]
+    return any(fnmatchcase(part, pattern) for part in parts for pattern in plain)
 
 
 def read_tree(
@@ -359,12 +312,18 @@ def list_files(
     """
     if not starts:  # without a path git lists the whole folder
         return set(), set()
-    with _repository(root) as (options, prefix):
+    with tempfile.TemporaryDirectory() as empty:
+        done = _git(root, "rev-parse", "--show-prefix")
+        prefix = os.fsdecode(done.stdout).removesuffix("\n")
+        options = ["--literal-pathspecs"]
+        if done.returncode:
+            if b"not a git repository" not in done.stderr:
+                raise _git_failed(root, done.stderr)  # as it does in one of another owner
+            _git(root, "init", "--quiet", "--bare", empty)
+            options += [f"--git-dir={empty}", f"--work-tree={root}"]
 
         def ask(*words: str) -> set[str]:
-            done = _git(
-                root, *options, "--literal-pathspecs", "ls-files", "-z", *words, "--", *starts
-            )
+            done = _git(root, *options, "ls-files", "-z", *words, "--", *starts)
             if done.returncode or (b"could not open" in done.stderr and "--ignored" not in words):
                 raise _git_failed(root, done.stderr)
             return {name.rstrip("/") for name in os.fsdecode(done.stdout).split("\0") if name}
@@ -390,20 +349,6 @@ def list_files(
             files |= {f"{name}/{one}" for one in inner[0]}
             ignored |= {f"{name}/{one}" for one in inner[1]}
     return {name for name in files if not matches(name, exclude)}, ignored
-
-
-@contextlib.contextmanager
-def _repository(root: Path) -> Iterator[tuple[list[str], str]]:
-    """git's options for a folder, and its path in the repository; an empty one serves without."""
-    done = _git(root, "rev-parse", "--show-prefix")
-    if done.returncode == 0:
-        yield [], os.fsdecode(done.stdout).removesuffix("\n")
-    elif b"not a git repository" not in done.stderr:
-        raise _git_failed(root, done.stderr)  # as it does in a repository of another owner
-    else:
-        with tempfile.TemporaryDirectory() as empty:
-            _git(root, "init", "--quiet", "--bare", empty)
-            yield [f"--git-dir={empty}", f"--work-tree={root}"], ""
 
 
 def _git_failed(folder: Path, reason: bytes) -> TransportError:

@@ -1,6 +1,8 @@
 """Source code as text, and back on a pod."""
 
 import ast
+import hashlib
+import io
 import json
 import os
 import random
@@ -14,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.cloud import pod, ship_source
-from nemo_run_ray.cloud.source import File, Link
-from nemo_run_ray.errors import SourceTooLarge
+from nemo_run_ray.cloud.source import File, Link, write_tar
 from tests.cloud.pods import expand
 
 TREE = {
@@ -38,6 +39,7 @@ def variables(tree, folder: Path) -> dict[str, str]:
         "tree": path,
         "code": str(folder / "code"),
         "root": f"{path}/src",
+        "path": "$PYTHONPATH",
     }
     found = {f"{pod.PREFIX}{number}": piece for number, piece in enumerate(pieces)}
     return {**found, f"{pod.PREFIX}SPEC": json.dumps(spec)}
@@ -61,10 +63,8 @@ def test_no_character_that_somebody_changes_and_all_comes_back(content):
     assert expand(text, {"a": "b"}) == text
     assert json.dumps(text) == f'"{text}"'
     back = pod.received({f"{pod.PREFIX}0": text}, {"count": 1, "digest": digest})
-    assert [(one.name, one.linkname, data) for one, data in back] == [
-        ("a", "", content),
-        ("b", "a", b""),
-    ]
+    assert hashlib.sha256(back).hexdigest() == digest
+    assert content in back
 
 
 def test_the_same_tree_gives_the_same_text_in_any_order():
@@ -77,7 +77,6 @@ def test_the_tree_arrives_and_the_command_has_none_of_the_variables(tmp_path):
     code = tmp_path / "code"
     code.mkdir()
     (code / "mine").touch()
-    (code / "src").symlink_to(tmp_path / "src-older/src")
     done = boot(variables({**TREE, "noise": File(NOISE)}, tmp_path))
     assert done.returncode == 0, done.stderr
     (tree,) = tmp_path.glob("src-*")
@@ -149,7 +148,9 @@ def test_folders_of_pods_that_died_go_after_a_day(tmp_path):
         one.mkdir()
         (one / "half").touch()
     os.utime(old, (1, 1))
-    pod.ensure([], str(tmp_path / "src-x"))
+    empty = io.BytesIO()
+    write_tar(empty, ())
+    pod.unpack(empty.getvalue(), str(tmp_path / "src-x"))
     assert not old.exists()
     assert fresh.exists()
 
@@ -161,20 +162,3 @@ def test_the_program_fits_into_one_variable_and_is_for_older_pythons_too():
     tree = ast.parse(PROGRAM, feature_version=(3, 6))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
     assert {one.name for node in imports for one in node.names} <= set(sys.stdlib_module_names)
-
-
-@pytest.mark.parametrize(
-    ("copies", "size", "chars", "what"),
-    [
-        (1, 1_500_000, 9_500, "the workload's description would"),
-        (2, 750_000, 9_500, "which repeats the variables 2 times"),
-        (0, 2_000_000, 10, "a process's variables"),
-    ],
-)
-def test_what_is_above_a_limit_is_refused(copies, size, chars, what):
-    sent = {f"n{start}": "x" * chars for start in range(0, size, chars)}
-    with pytest.raises(SourceTooLarge, match=what) as caught:
-        ship_source.check_limits("p", copies, sent, {"a.py": File(b"x" * 12345)})
-    assert "12,345 a.py" in str(caught.value)
-    few = dict(list(sent.items())[: len(sent) // 3])
-    ship_source.check_limits("p", copies, few, {})

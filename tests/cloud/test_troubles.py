@@ -99,13 +99,6 @@ def test_a_command_of_the_users_in_custom_spec(runai, project, unique):
         )
 
 
-def test_a_folder_on_the_cluster_with_a_space(lepton_ai, project, unique):
-    with pytest.raises(TransportError, match="the folder '/shared/my runs'"):
-        launch(
-            lepton_ai, run.Script(inline="true"), project, unique, nemo_run_dir="/shared/my runs"
-        )
-
-
 def test_wrong_credentials_on_lepton(lepton_ai, project, unique, monkeypatch, capfd):
     monkeypatch.setenv("LEPTON_WORKSPACE_TOKEN", "wrong-token")
     with pytest.raises(Exception, match="does not know this token"):
