@@ -6,6 +6,7 @@ One record drives both ways: ``undo`` takes back what ``apply`` set.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import inspect
@@ -14,7 +15,7 @@ import os
 import textwrap
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -62,12 +63,13 @@ class Edit:
 
 
 class Patch(ABC):
-    """One change of NeMo-Run. Subclasses name the edits; applying and undoing them is here."""
+    """One change of NeMo-Run. Subclasses name the edits; applying and undoing them is here.
+
+    The docstring of a subclass says what it changes and why, in one sentence.
+    """
 
     #: The name by which users ask for it.
     name: ClassVar[str]
-    #: Its change and the reason, in one sentence.
-    why: ClassVar[str]
     #: The change of NeMo-Run that would make it unnecessary.
     retired_by: ClassVar[str]
     #: First and last version of NeMo-Run that it was verified on. Its structure decides, and not
@@ -76,6 +78,11 @@ class Patch(ABC):
 
     def __init__(self) -> None:
         self._done: list[tuple[Edit, Any]] = []  # each with the value before
+
+    @property
+    def why(self) -> str:
+        """Its change and the reason."""
+        return " ".join(str(self.__doc__).split())
 
     @abstractmethod
     def edits(self) -> Sequence[Edit]:
@@ -134,25 +141,23 @@ class Patch(ABC):
         covered = self._covered()
         return f"applied, covered at {covered}" if covered else "applied"
 
-    def method(self, owner: type, name: str, *parameters: str, digest: str = "") -> Any:
-        """The function that a class holds itself, another package's wrapper of it included.
+    def wrapped(self, owner: type, name: str, wrap: Callable[[Any], Any], digest: str = "") -> Edit:
+        """The edit that wraps or replaces a function of a class.
 
         Args:
             owner: the class.
             name: of the function.
-            parameters: those that NeMo-Run's function must have, below all wrappers.
-            digest: of its body, by ``digest_of``, where the patch replaces it.
+            wrap: makes the new function of the one that the class holds, which may be another
+                package's wrapper.
+            digest: by ``digest_of``, where the patch replaces the body.
 
         Raises:
-            UnsupportedNemoRun: it is missing, or is another function.
+            UnsupportedNemoRun: the function is missing, or has another body.
         """
-        function: Any = vars(owner).get(name)
         target = f"{owner.__name__}.{name}"
-        self.must(inspect.isfunction(function), target)
-        below = original(function, name)
-        self.must(set(parameters) <= {*inspect.signature(below).parameters}, target)
-        self.must(not digest or digest == digest_of(below), f"the body of {target}")
-        return function
+        self.must(vars(owner).get(name) is not None, target)
+        self.must(not digest or digest == digest_of(owner, name), f"the body of {target}")
+        return Edit(owner, name, wrap(vars(owner)[name]))
 
     def must(self, holds: bool, target: str) -> None:
         """Guard of a subclass: refuse when a target is not as expected.
@@ -177,31 +182,18 @@ class Patch(ABC):
     def _covered(self) -> str:
         """The attributes that another program has replaced since."""
         edits = [edit for edit, _ in self._done if edit.now is not edit.value]
-        return ", ".join(f"{edit.owner.__name__}.{edit.name}" for edit in edits)
+        return ", ".join(
+            f"{getattr(edit.owner, '__name__', edit.owner)}.{edit.name}" for edit in edits
+        )
 
 
-def original(function: Any, name: str) -> Any:
-    """NeMo-Run's function below the wrappers that other packages have put on it.
-
-    Most of those are plain functions with ``*args, **kwargs``, which refer to the one below.
-    """
-    seen = [function]
-    for one in seen:
-        if str(one.__module__).startswith("nemo_run.") and one.__name__ == name:
-            return inspect.unwrap(one)
-        try:
-            names = inspect.getclosurevars(one)
-        except ValueError:  # it refers to a name that has no value yet
-            continue
-        for below in (*names.nonlocals.values(), *names.globals.values()):
-            if inspect.isfunction(below) and below not in seen:
-                seen.append(below)
-    return function
-
-
-def digest_of(function: Any) -> str:
-    """The first characters of the SHA-256 of a function's source."""
-    source = textwrap.dedent(inspect.getsource(function)).strip()
+def digest_of(owner: type, name: str) -> str:
+    """The first characters of the SHA-256 of a method in its class's file, whatever wraps it."""
+    source = textwrap.dedent(inspect.getsource(owner))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            source = str(ast.get_source_segment(source, node))
+            break
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
@@ -232,50 +224,48 @@ def apply(*names: str) -> Callable[[], bool]:
         PatchError: there is no patch of that name.
         UnsupportedNemoRun: a patch that is named does not know this NeMo-Run.
     """
-    done: list[Patch] = []
+    done: list[str] = []
+
+    def undo_these() -> bool:
+        return not done or undo(*done)
+
     try:
         for one in [patch(name) for name in names or MODULES]:
             if one.status() == "off":
                 try:
                     one.apply()
-                    done.append(one)
+                    done.append(one.name)
                 except UnsupportedNemoRun as error:
                     if names:
                         raise
                     log.warning("A patch is left out: %s", error)
     except BaseException:
-        _undo(done)
+        undo_these()
         raise
-    return lambda: _undo(done)
+    return undo_these
 
 
-def apply_from_environment(environment: Mapping[str, str] = os.environ) -> None:
+def apply_from_environment() -> None:
     """Apply the patches that ``NEMO_RUN_RAY_PATCHES`` names; ``all`` is ``apply()``.
 
     Raises:
         PatchError: there is no patch of a name, or it does not know this NeMo-Run.
     """
-    names = environment.get(VARIABLE, "").replace(",", " ").split()
-    if names:
-        try:
-            for name in names:
-                if name != "all":
-                    patch(name)
+    names = os.environ.get(VARIABLE, "").replace(",", " ").split()
+    try:
+        if names:
             apply(*(() if "all" in names else names))
-        except PatchError as error:
-            raise PatchError(f"{VARIABLE} (names with commas, or 'all'): {error}") from error
+    except PatchError as error:
+        raise PatchError(f"{VARIABLE} (names with commas, or 'all'): {error}") from error
 
 
 def undo(*names: str) -> bool:
     """Undo the named patches, or all, and return whether all of them are off now."""
-    return _undo([patch(name) for name in names or MODULES])
+    chosen = [patch(name) for name in names or MODULES]
+    off = [one.undo() for one in reversed(chosen)]  # every one, whatever the others say
+    return all(off)
 
 
 def status() -> dict[str, str]:
     """The state of every patch, by its name; see ``Patch.status``."""
     return {name: patch(name).status() for name in MODULES}
-
-
-def _undo(patches: list[Patch]) -> bool:
-    off = [one.undo() for one in reversed(patches)]  # every one, whatever the others say
-    return all(off)

@@ -12,8 +12,7 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from nemo_run.core.execution import dgxcloud
@@ -30,27 +29,28 @@ MOVED = ".moved"
 
 
 class DataMoverConfigsPatch(Patch):
+    """Lepton and DGX Cloud: the YAML files about executor and task, which no process on the pod
+    reads, stay out of what is sent inside a command line; the tarball is the same for the same
+    files, paths with spaces and quotes survive, and a folder that is too large for one command line
+    is sent in pieces of the tarball and not file by file.
+    """
+
     name = "data_mover_configs"
-    why = (
-        "Lepton and DGX Cloud: the YAML files about executor and task, which no process on the "
-        "pod reads, stay out of what is sent inside a command line; the tarball is the same for "
-        "the same files, paths with spaces and quotes survive, and a folder that is too large for "
-        "one command line is sent in pieces of the tarball and not file by file."
-    )
     retired_by = "executors of NeMo-Run that do not send a job's folder inside a command line"
 
     def edits(self) -> Sequence[Edit]:
         # Each with the digest of its body in NeMo-Run 0.9 to 0.12.
         command = "copy_directory_data_command"
-        replaced: list[tuple[type, str, Any, str]] = [
-            (LeptonExecutor, command, _lepton_command, "29da4aa806a9b282"),
-            (DGXCloudExecutor, command, _script, "444047769386ae20"),
+        edits = [
+            self.wrapped(LeptonExecutor, command, lambda _: _lepton_command, "0387dea68b8764e1"),
+            self.wrapped(DGXCloudExecutor, command, lambda _: _script, "a4c7e92b458bf91c"),
         ]
         if falls_back():
-            replaced.append((DGXCloudExecutor, "move_data", _move_data, "88209ab2bf3958ec"))
-        for owner, name, _, digest in replaced:
-            self.method(owner, name, digest=digest)
-        return [Edit(owner, name, value) for owner, name, value, _ in replaced]
+            move = self.wrapped(
+                DGXCloudExecutor, "move_data", lambda _: _move_data, "6b8713a91c09a29d"
+            )
+            edits.append(move)
+        return edits
 
 
 PATCH = DataMoverConfigsPatch()
@@ -59,29 +59,6 @@ PATCH = DataMoverConfigsPatch()
 def falls_back() -> bool:
     """Whether this NeMo-Run sends file by file what is too long for one command line."""
     return hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS")
-
-
-def tarball(folder: Path, without: Sequence[str] = ()) -> bytes:
-    """A tar.gz of a folder: the same bytes for the same names, contents and modes.
-
-    Args:
-        folder: whose entries are archived.
-        without: paths relative to it that are left out.
-
-    Raises:
-        OSError: something in it cannot be read.
-    """
-
-    def cleaned(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        entry.uid = entry.gid = entry.mtime = 0
-        entry.uname = entry.gname = ""
-        return None if entry.name in without else entry
-
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for name in sorted(os.listdir(folder)):
-            archive.add(folder / name, name, filter=cleaned)
-    return gzip.compress(raw.getvalue(), mtime=0)
 
 
 def _lepton_command(self: Any, local_dir_path: str, dest_path: str) -> list[str]:
@@ -99,9 +76,19 @@ def _script(self: Any, local_dir_path: str, dest_path: str) -> str:
 
 
 def _encoded(executor: Any, source: str) -> str:
-    name = getattr(executor, "job_name", None)  # NeMo-Run sets it in assign()
-    data = tarball(Path(source), [f"configs/{name}{ending}" for ending in UNREAD])
-    return base64.b64encode(data).decode("ascii")
+    """A tar.gz of a job's folder as text: the same for the same names, contents and modes."""
+    job = getattr(executor, "job_name", None)  # NeMo-Run sets it in assign()
+
+    def cleaned(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        entry.uid = entry.gid = entry.mtime = 0
+        entry.uname = entry.gname = ""
+        return None if entry.name in [f"configs/{job}{ending}" for ending in UNREAD] else entry
+
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in sorted(os.listdir(source)):
+            archive.add(os.path.join(source, name), name, filter=cleaned)
+    return base64.b64encode(gzip.compress(raw.getvalue(), mtime=0)).decode("ascii")
 
 
 def quoted(text: str) -> str:
@@ -111,27 +98,25 @@ def quoted(text: str) -> str:
 
 
 def _move_data(self: Any, token: str, project_id: str, cluster_id: str, sleep: float = 10) -> None:
-    """Move the job's folder by one workload, or by as many as its tarball has pieces."""
+    """Move the job's folder by one workload, or by as many as its tarball has pieces.
+
+    Each writes a piece to a file of its own; the last one unpacks them all. Each can run twice, as
+    that of a pod does which dies before the platform knows its end.
+    """
     scripts = [self.copy_directory_data_command(self.job_dir, self.pvc_job_dir)]
     if len(scripts[0]) > self.MAX_ARGS_CHARS:
-        scripts = list(_in_pieces(self, self.job_dir, self.pvc_job_dir))
+        data, target = _encoded(self, self.job_dir), self.pvc_job_dir
+        folder, start = quoted(target), quoted(f"{target}/archive.b64.")
+        done = quoted(f"{target}/{MOVED}")
+        prepare = f"rm -rf {folder} && mkdir -p {folder} && "
+        size = self.MAX_ARGS_CHARS - len(f"{prepare}echo  > {start}00000")
+        scripts = [
+            f"echo {data[first : first + size]} > {start}{number:05d}"
+            for number, first in enumerate(range(0, len(data), size))
+        ]
+        scripts[0] = prepare + scripts[0]
+        unpack = f"cat {start}* | base64 -d | tar -xzf - -C {folder}"
+        scripts.append(f"[ -e {done} ] || {{ {unpack} && : > {done}; }} && rm -f {start}*")
         dgxcloud.logger.info("Moving the job's folder in %d pieces", len(scripts))
     for script in scripts:
         self._run_workspace_and_wait(token, project_id, cluster_id, "data-mover", script, sleep)
-
-
-def _in_pieces(executor: Any, source: str, target: str) -> Iterator[str]:
-    """Scripts that each write a piece to a file of its own; the last one unpacks them all.
-
-    Each can run twice, as that of a pod does which dies before the platform knows its end.
-    """
-    data = _encoded(executor, source)
-    folder, start = quoted(target), quoted(f"{target}/archive.b64.")
-    prepare = f"rm -rf {folder} && mkdir -p {folder} && "
-    size = executor.MAX_ARGS_CHARS - len(f"{prepare}echo  > {start}00000")
-    for number, first in enumerate(range(0, len(data), size)):
-        write = f"echo {data[first : first + size]} > {start}{number:05d}"
-        yield write if number else prepare + write
-    done = quoted(f"{target}/{MOVED}")
-    unpack = f"cat {start}* | base64 -d | tar -xzf - -C {folder}"
-    yield f"[ -e {done} ] || {{ {unpack} && : > {done}; }} && rm -f {start}*"

@@ -12,16 +12,13 @@ from nemo_run.run.job import JobGroup
 
 from nemo_run_ray.patches import Edit, Patch
 
-_REFUSAL = "Unsupported executor type."
-_OPT_IN = "supports_job_group"
-
 
 class JobGroupPatch(Patch):
+    """JobGroup takes any executor whose classmethod supports_job_group() returns True, instead of a
+    closed list of classes, and makes one job of the group where the class has merge().
+    """
+
     name = "job_group"
-    why = (
-        "JobGroup takes any executor whose classmethod supports_job_group() returns True, instead "
-        "of a closed list of classes, and makes one job of the group where the class has merge()."
-    )
     retired_by = (
         "a JobGroup of NeMo-Run itself that merges the executors of other packages (issue 537 "
         "there; its pull request 587 only lets them in)"
@@ -31,9 +28,7 @@ class JobGroupPatch(Patch):
         return not _merges(JobGroup)
 
     def edits(self) -> Sequence[Edit]:
-        build = vars(JobGroup).get("__post_init__")
-        self.must(callable(build), "JobGroup.__post_init__")
-        edit = Edit(JobGroup, "__post_init__", _merging(build))
+        edit = self.wrapped(JobGroup, "__post_init__", _merging)
         trial = type("Trial", (JobGroup,), {edit.name: edit.value})
         self.must(_merges(trial), "JobGroup.__post_init__")
         return [edit]
@@ -65,7 +60,7 @@ def _merges(kind: type[JobGroup]) -> bool:
 
 def _opts_in(kind: type) -> bool:
     """Whether another package's class says that it runs groups."""
-    answer = getattr(kind, _OPT_IN, None)
+    answer = getattr(kind, "supports_job_group", None)
     # NeMo-Run knows itself how to group what inherits its own answer.
     return bool(answer and not answer.__module__.startswith("nemo_run.") and answer())
 
@@ -81,14 +76,6 @@ def _merging(build: Any) -> Any:
         self.SUPPORTED_EXECUTORS = [*listed, *filter(_opts_in, kinds)]
         try:
             build(self)
-        except AssertionError as error:
-            if str(error) != _REFUSAL:
-                raise
-            raise AssertionError(
-                f"{_REFUSAL}\n{next(iter(kinds)).__name__} does not say that it can run groups: a "
-                f"classmethod {_OPT_IN}() that returns True lets it in, and a classmethod "
-                "merge(executors, num_tasks) makes one job of the group."
-            ) from None
         finally:
             del self.SUPPORTED_EXECUTORS
         (kind,) = kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shlex
@@ -16,21 +17,19 @@ from nemo_run_ray.patches import Edit, Patch
 
 
 class SlurmRayPatch(Patch):
+    """RayCluster and RayJob on Slurm, and tasks that use a Ray cluster there, start Ray with one
+    srun for all nodes and wait for files, not for answers of the Slurm controller.
+    """
+
     name = "slurm_ray"
-    why = (
-        "RayCluster and RayJob on Slurm, and tasks that use a Ray cluster there, start Ray with "
-        "one srun for all nodes and wait for files, not for answers of the Slurm controller."
-    )
     retired_by = "a template of NeMo-Run that starts all nodes by one step (ray.sub.j2)"
 
     def edits(self) -> Sequence[Edit]:
-        for name in ("template_name", "template_dir"):
-            self.must(name in SlurmRayRequest.__dataclass_fields__, f"SlurmRayRequest.{name}")
-        materialize = self.method(SlurmRayRequest, "materialize")
-        create = self.method(SlurmRayCluster, "create", "dryrun")
+        fields = {*SlurmRayRequest.__dataclass_fields__}
+        self.must({"template_name", "template_dir"} <= fields, "SlurmRayRequest")
         return [
-            Edit(SlurmRayRequest, "materialize", _with_our_template(materialize)),
-            Edit(SlurmRayCluster, "create", _with_log_folder(create)),
+            self.wrapped(SlurmRayRequest, "materialize", _with_our_template),
+            self.wrapped(SlurmRayCluster, "create", _with_log_folder),
         ]
 
 
@@ -45,11 +44,7 @@ def _with_our_template(materialize: Any) -> Any:
         if self.template_dir is not None or self.template_name not in TEMPLATES:
             return materialize(self)  # the user's own template
         with template_folder() as folder:
-            self.template_dir = folder
-            try:
-                return materialize(self)
-            finally:
-                self.template_dir = None
+            return materialize(dataclasses.replace(self, template_dir=folder))
 
     return wrapper
 

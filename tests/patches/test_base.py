@@ -197,27 +197,19 @@ def test_a_patch_that_is_not_needed_changes_nothing(target, every_kind):
     assert patch.status() == "applied"
 
 
-def test_a_function_that_is_replaced_must_be_the_known_one(target):
+def test_a_method_that_is_replaced_must_have_the_known_body(target):
     """A wrapper needs no such thing: it calls the function that it wraps."""
     patch = _Made()
-    plain = vars(target.Child)["plain"]
-    assert patch.method(target.Child, "plain", "self") is plain
-    assert patch.method(target.Child, "plain", digest=digest_of(plain)) is plain
-    plain.__module__ = "nemo_run.made_up"
-
-    def somebodys_wrapper(*args: Any) -> str:
-        return f"wrapped {plain(*args)}"
-
-    for function in (plain, somebodys_wrapper):
-        target.Child.plain = function
-        assert patch.method(target.Child, "plain", "self", digest=digest_of(plain)) is function
-        with pytest.raises(UnsupportedNemoRun, match=r"the body of Child\.plain"):
-            patch.method(target.Child, "plain", digest="0123456789abcdef")
-    for name, parameters in (("plain", ["more"]), ("gone", []), ("of_class", [])):
-        with pytest.raises(PatchError) as caught:
-            patch.method(target.Child, name, *parameters)
-        for word in ("made_up", f"Child.{name}", version("nemo-run"), "Nothing was changed"):
-            assert word in str(caught.value)
+    digest = digest_of(target.Child, "plain")
+    target.Child.plain = somebodys_wrapper = lambda self: "wrapped"
+    edit = patch.wrapped(target.Child, "plain", lambda below: (below,), digest=digest)
+    assert edit.value == (somebodys_wrapper,)
+    with pytest.raises(UnsupportedNemoRun, match=r"the body of Child\.plain"):
+        patch.wrapped(target.Child, "plain", str, digest="0123456789abcdef")
+    with pytest.raises(PatchError) as caught:
+        patch.wrapped(target.Child, "gone", str)
+    for word in ("made_up", "Child.gone", version("nemo-run"), "Nothing was changed"):
+        assert word in str(caught.value)
 
 
 # ---------------------------------------------------------------------- all patches by their names

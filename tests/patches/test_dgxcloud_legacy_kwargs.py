@@ -43,19 +43,19 @@ def _saved(**changes) -> str:
 
 
 def test_the_constructor_understands_them(applied):
-    with pytest.warns(DeprecationWarning, match="app_id, app_secret are now called client_id"):
+    with pytest.warns(DeprecationWarning, match="app_id is now called client_id"):
         executor = DGXCloudExecutor(**_old())
     assert (executor.client_id, executor.client_secret) == ("id", "secret")
     assert executor == make_executor()
 
 
 def test_new_names_win_and_one_of_each_suffices(applied):
-    with pytest.warns(DeprecationWarning, match="are now called"):
+    with pytest.warns(DeprecationWarning, match="is now called"):
         executor = DGXCloudExecutor(**fields(), app_id="old", app_secret="old")
     assert executor == make_executor()
     known = fields()
     del known["client_id"]
-    with pytest.warns(DeprecationWarning, match="app_id are now called client_id"):
+    with pytest.warns(DeprecationWarning, match="app_id is now called client_id"):
         executor = DGXCloudExecutor(**known, app_id="old")
     assert executor.clone() == executor == make_executor(client_id="old")
     assert "app_id" not in executor.to_config().__arguments__
@@ -65,7 +65,7 @@ def test_what_is_missing_is_said_by_its_new_name(applied):
     known = _old()
     del known["app_secret"]
     with (
-        pytest.warns(DeprecationWarning, match="are now called"),
+        pytest.warns(DeprecationWarning, match="is now called"),
         pytest.raises(TypeError, match="'client_secret'"),
     ):
         DGXCloudExecutor(**known)
@@ -76,9 +76,9 @@ def test_what_is_missing_is_said_by_its_new_name(applied):
 def test_a_new_configuration_takes_them(applied):
     config = fdl.Config(DGXCloudExecutor, **_old())
     config.app_id = "other"
-    with pytest.warns(DeprecationWarning, match="are now called"):
+    with pytest.warns(DeprecationWarning, match="is now called"):
         assert fdl.build(config).client_id == "other"
-    with pytest.warns(DeprecationWarning, match="are now called"):
+    with pytest.warns(DeprecationWarning, match="is now called"):
         assert fdl.build(run.Config(DGXCloudExecutor, **_old())) == make_executor()
 
 

@@ -30,12 +30,12 @@ TARGETS: dict[str, list[tuple[Any, str]]] = {
     ],
     "dgxcloud_exports": [
         (DGXCloudRequest, "materialize"),
-        (DGXCloudExecutor, "create_training_job"),
+        (dgxcloud.logger, "filters"),
     ],
     "dgxcloud_legacy_kwargs": [(DGXCloudExecutor, "__init__"), (signatures, "_signature_cache")],
     "dgxcloud_refusal": [(dgxcloud, "requests"), (DGXCloudExecutor, "get_auth_token")],
 }
-OWNERS = (LeptonExecutor, DGXCloudExecutor, DGXCloudRequest, dgxcloud, signatures)
+OWNERS = (LeptonExecutor, DGXCloudExecutor, DGXCloudRequest, dgxcloud, dgxcloud.logger, signatures)
 
 
 @pytest.fixture(params=sorted(name for name in TARGETS if patches.patch(name).is_needed()))
@@ -52,7 +52,7 @@ def _held() -> list[dict[str, object]]:
 
 def _changed(before: list[dict[str, object]]) -> set[tuple[str, str]]:
     return {
-        (owner.__name__, name)
+        (str(owner), name)
         for owner, was in zip(OWNERS, before, strict=True)
         for name in was.keys() | vars(owner).keys()
         if name not in was or was[name] is not vars(owner).get(name)
@@ -68,7 +68,7 @@ def test_those_named_here_are_those_there_are():
 def test_apply_changes_its_targets_and_returns_its_undo(patch):
     before = _held()
     undo = patch.apply()
-    assert _changed(before) == {(owner.__name__, name) for owner, name in TARGETS[patch.name]}
+    assert _changed(before) == {(str(owner), name) for owner, name in TARGETS[patch.name]}
     assert patch.status() == "applied"
     assert undo() is True
     assert _changed(before) == set()
