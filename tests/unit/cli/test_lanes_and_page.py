@@ -173,11 +173,8 @@ def test_every_attempt_has_its_bars():
         *("pending failed", "running failed", "waiting"),
         *("pending lost", "running lost", "waiting", "running running"),
     ]
-    marks = [one["href"] for one in made.all("use") if one.get("y") == "50%"]
-    assert marks == ["#mark-failed", "#mark-lost", "#mark-running"]
     tips = "\n".join(made.texts_in("title"))
     assert "attempt 1 of 3: failed: exit code" in tips
-    assert made.texts_in("text")[-3:] == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize("state", _STATES)

@@ -2,9 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.cli.status_report import _since
-from nemo_run_ray.experiment.store import AttemptRecord
-from nemo_run_ray.remote.status import JobState, JobStatus
+from nemo_run_ray.cli.status_report import since
 
 
 @pytest.mark.parametrize(
@@ -19,5 +17,6 @@ from nemo_run_ray.remote.status import JobState, JobStatus
     ],
 )
 def test_since(state, moments, expected):
-    attempts = {"e.a": AttemptRecord("e.a", state, posted_at=0.001, **moments)}
-    assert _since(JobStatus(JobState(state)), attempts, 100.001) == expected
+    times = {"running_at": None, "ended_at": None, "seen_at": None, **moments}
+    row = {"state": state, "attempts": [{"posted_at": 0.001, **times}]}
+    assert since(row, 100.001) == expected
