@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import json
 import os
 import re
@@ -12,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +29,7 @@ from nemo_run_ray.errors import NO_SPACE, ClusterError, ConfigError, JobError, N
 if TYPE_CHECKING:
     from nemo_run_ray.cli.status_report import StatusReport
     from nemo_run_ray.cluster_files.check import CheckRow
-    from nemo_run_ray.cluster_files.load import Document, KeyPath
+    from nemo_run_ray.cluster_files.load import KeyPath
     from nemo_run_ray.clusters import LocalCluster, SlurmCluster
     from nemo_run_ray.experiment.job import Element, RemoteJob
     from nemo_run_ray.remote.fit import Node
@@ -44,7 +42,7 @@ _BROKEN = "broken"
 _COLORS = {"ok": "green", "warning": "yellow", _BROKEN: "red", "unknown": "yellow"}
 _NAME = re.compile(r"[\w-]{1,100}")
 _MASKED = "***"
-_VARIABLE = re.compile(r"(\$\{\w+\})")
+_VARIABLE = re.compile(r"\$\{\w+\}")
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
 #: Typer's settings of a verb that hands all its arguments to another command, also ``--help``.
@@ -92,17 +90,18 @@ def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
     from nemo_run_ray.experiment.job import record
 
     # A table that follows is cut at the terminal's width, so the last one is printed once more.
-    live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
+    live = Live(console=out, auto_refresh=False, transient=True)
     try:
         with live:
-            record(report.seen, report.snapshot, copy_s=0.0)
-            while not report.is_over:
+            while True:
+                live.update(report.table(time.time()), refresh=True)
+                record(report.seen, report.snapshot, copy_s=0.0)
+                if report.is_over:
+                    break
                 for exp_dir in {job.record.exp_dir for job in jobs}:
                     tend(exp_dir)
                 time.sleep(_REFRESH_S)
                 report = observe(jobs)
-                live.update(report.table(time.time()), refresh=True)
-                record(report.seen, report.snapshot, copy_s=0.0)
     finally:
         out.print(report.table(time.time()))
     missing = [job for job, status in report.seen if status.state.is_terminal and job.misses_log]
@@ -120,13 +119,7 @@ def timeline(
     from nemo_run_ray.cli.status_report import timeline_page
 
     jobs = _jobs(experiment)
-    page = timeline_page(jobs, time.time())
-    try:
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise JobError(
-            f"The page cannot be written to {output}: {error.strerror}. Give another --output."
-        ) from error
+    output.write_text(timeline_page(jobs, time.time()), encoding="utf-8")
     out.print(f"The timeline of {len(jobs)} job(s) is in {output}")
 
 
@@ -146,44 +139,31 @@ def logs(
     from nemo_run_ray.experiment.logs import lines, of_element, only
 
     found = _job(name, job)
-    if role:
-        _check_role(found, role)
     text = (found.log if raw else found.output)(follow)
     if element is not None:
-        _check_element(found, element)
+        if not found.record.is_array:
+            raise JobError(f"The job {found.name!r} is no array; leave --element out.")
+        array = found.elements
+        if array and element >= array["elements"]:
+            last = array["elements"] - 1
+            raise JobError(f"The array {found.name!r} has the elements 0 to {last}.")
         text = of_element(element, lines(text))
-    for piece in only(role, lines(text)) if role else text:
+    if role:
+        if not found.record.has_roles:
+            raise JobError(f"The job {found.name!r} is no group; leave --role out.")
+        group = found.roles(found.status)
+        replicas = [f"{row['role']}/{row['replica']}" for row in group["roles"]] if group else []
+        if replicas and not any(role in (one, one.rpartition("/")[0]) for one in replicas):
+            raise JobError(f"The job {found.name!r} has the roles {', '.join(sorted(replicas))}.")
+        text = only(role, lines(text))
+    for piece in text:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
 
 def _show_elements(elements: Sequence[Element], as_json: bool = False) -> None:
-    if elements or as_json:
-        columns = ("index", "state", "attempts", "exit_code", "values", "reason")
-        show([asdict(element) for element in elements], columns, as_json)
-    else:
-        print("There is no such element.")
-
-
-def _check_element(job: RemoteJob, element: int) -> None:
-    if not job.record.is_array:
-        raise JobError(f"The job {job.name!r} is no array; leave --element out.")
-    array = job.elements
-    if array and element >= array["elements"]:
-        raise JobError(
-            f"The array {job.name!r} has no element {element}; it has 0 to {array['elements'] - 1}."
-        )
-
-
-def _check_role(job: RemoteJob, role: str) -> None:
-    if not job.record.has_roles:
-        raise JobError(f"The job {job.name!r} is no group and has no roles; leave --role out.")
-    group = job.roles(job.status)
-    names = {f"{row['role']}/{row['replica']}" for row in group["roles"]} if group else set()
-    if names and not any(role in (name, name.rpartition("/")[0]) for name in names):
-        raise JobError(
-            f"The job {job.name!r} has no role {role!r}; it has {', '.join(sorted(names))}."
-        )
+    columns = ("index", "state", "attempts", "exit_code", "values", "reason")
+    show([asdict(element) for element in elements], columns, as_json)
 
 
 def cancel(
@@ -208,12 +188,11 @@ def _jobs(name: str, job: str = "") -> list[RemoteJob]:
     from nemo_run_ray.experiment.find import did_you_mean, find
 
     jobs = find(name)
-    chosen = [one for one in jobs if not job or one.name == job]
-    if not chosen:
-        names = [one.name for one in jobs]
+    names = [one.name for one in jobs]
+    if job and job not in names:
         near = did_you_mean(job, names)
         raise JobError(f"{name!r} has no job {job!r}; it has {', '.join(names)}.{near}")
-    return chosen
+    return [one for one in jobs if not job or one.name == job]
 
 
 def _job(name: str, job: str) -> RemoteJob:
@@ -251,14 +230,14 @@ def up(
 ) -> None:
     """Start the embedded Ray, or an allocation of Slurm, and keep it."""
     found = cluster_of_ours(cluster)
-    size = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-    given: dict[str, Any] = {name: value for name, value in size.items() if value is not None}
-    if isinstance(found, kinds.SlurmCluster) and given:
+    size: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+    size = {name: value for name, value in size.items() if value is not None}
+    if isinstance(found, kinds.SlurmCluster) and size:
         raise ConfigError(
-            f"--{next(iter(given)).replace('_', '-')} is for the embedded Ray; the cluster file "
-            f"{cluster!r} says how large its allocation is."
+            f"--num-cpus and --num-gpus are for the embedded Ray; the cluster file {cluster!r} "
+            "says how large its allocation is."
         )
-    dashboard = replace(found, keep=True, **given).connect()
+    dashboard = replace(found, keep=True, **size).connect()
     out.print(f"The {_title(found)} is up: {dashboard.url}\nStop it with: {_down(cluster)}")
 
 
@@ -366,35 +345,25 @@ def doctor(
 ) -> None:
     """Check that a cluster can be reached and used. Exit code 1 when something is broken."""
     from nemo_run_ray.cluster_files.check import look
-    from nemo_run_ray.cluster_files.resolve import cluster_of
+    from nemo_run_ray.cluster_files.load import load
+    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
 
-    if cluster not in (None, name) and name is not None:
-        raise ConfigError(f"Give one cluster file, not {name!r} and --cluster {cluster!r}.")
-    name = cluster if name is None else name
-    if name is None:
-        cluster_at = kinds.LocalCluster() if address is None else ExistingCluster(url=address)
-        rows = look(dashboard_of(cluster_at))
-    elif address is not None:
-        raise ConfigError("Give a cluster file's name or an --address, not both.")
+    if [name, cluster, address].count(None) < 2:
+        raise ConfigError("Give one of a cluster file's name, --cluster and --address.")
+    name = name or cluster
+    if name:
+        document = check_fields_of(load(name))
+        rows = look(dashboard_of(cluster_of(document)), document)
+    elif address:
+        rows = look(dashboard_of(ExistingCluster(url=address)))
     else:
-        loaded = _load(name)
-        rows = look(dashboard_of(cluster_of(loaded)), loaded)
+        rows = look(dashboard_of(kinds.LocalCluster()))
     if as_json:
-        print(json.dumps([row.to_json() for row in rows], indent=1))
+        print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         out.print(checks_table(rows))
     if any(row.state.value == _BROKEN for row in rows):
         raise typer.Exit(1)
-
-
-def _load(name: str) -> Document:
-    """A cluster file whose values are right."""
-    from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.resolve import check_fields_of
-
-    loaded = load(name)
-    check_fields_of(loaded)
-    return loaded
 
 
 def dashboard_of(cluster: Cluster) -> Dashboard:
@@ -404,20 +373,19 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
         ClusterError: no embedded Ray is up, or the cluster on Slurm is not.
     """
     dashboard = cluster.find()
-    if dashboard is None and isinstance(cluster, kinds.SlurmCluster):
+    if dashboard is not None:
+        return dashboard
+    if isinstance(cluster, kinds.SlurmCluster):
         raise ClusterError(
             f"The cluster {cluster.name!r} has no allocation on Slurm in which Ray is up. Bring "
             "one up with: nemo-run-ray up --cluster …"
         )
-    if dashboard is None:
-        archive = cluster.archive()
-        why = archive.sentence if archive else "No embedded Ray is up."
-        gap = "\n" if "\n" in why else " "  # after the lines of a log
-        raise ClusterError(
-            f"{why}{gap}Start one with: nemo-run-ray up; look at "
-            "another cluster with: nemo-run-ray doctor --address http://…"
-        )
-    return dashboard
+    archive = cluster.archive()
+    why = archive.sentence if archive else "No embedded Ray is up."
+    raise ClusterError(
+        f"{why}\nStart one with: nemo-run-ray up; look at another cluster with: nemo-run-ray "
+        "doctor --address http://…"
+    )
 
 
 def checks_table(rows: Sequence[CheckRow]) -> Group:
@@ -438,10 +406,87 @@ def clusters(
     as_json: AsJson = False,
 ) -> None:
     """The cluster files that there are, or every value of one and where it comes from."""
-    if name is None:
-        _list_files(as_json)
-    else:
+    if name is not None:
         _show_file(name, as_json)
+        return
+    from nemo_run_ray.cluster_files import load
+
+    rows = [_row(str(path)) for path in load.files()]
+    try:
+        with_profiles, profiles = load.profiles_here()
+        rows += [_row(f"{with_profiles}:{profile}") for profile in profiles]
+    except ConfigError as error:  # the others are good all the same
+        rows.append({**_row(""), "name": "env.toml", "error": str(error)})
+    if not as_json:
+        rows = [{**row, "where": row["error"].partition("\n")[0] or row["where"]} for row in rows]
+    show(rows, ("name", "kind", "where", "pools", "path"), as_json)
+    if not rows and not as_json:
+        folders = ", ".join(map(str, load.folders())) or "any folder"
+        out.print(f"There are no cluster files in {folders}. `nemo-run-ray init` writes one.")
+
+
+def _row(path: str) -> dict[str, Any]:
+    """A cluster file in the list of all; ``path/env.toml:profile`` is a profile."""
+    from nemo_run_ray.cluster_files.load import find, is_for_others, load
+    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
+
+    name = Path(path).stem if ".toml:" not in path else path.rpartition(":")[2]
+    row = {"name": name, "kind": "wrong", "where": "", "pools": [], "path": path, "error": ""}
+    try:
+        other = is_for_others(*find(path))
+        if other:
+            return row | {"kind": other, "where": "not for Ray"}
+        document = check_fields_of(load(path))
+        row |= {"kind": document.format, "pools": list(document.file.pools)}
+        cluster = cluster_of(document)
+        if isinstance(cluster, kinds.SlurmCluster):
+            row["where"] = f"Slurm, {cluster.executor.tunnel.key}"
+        else:
+            row["where"] = getattr(cluster, "url", "the embedded Ray")
+    except ConfigError as error:
+        row["error"] = str(error)
+    return row
+
+
+def _show_file(name: str, as_json: bool) -> None:
+    from nemo_run_ray.cluster_files.load import dotted, load, variables_of
+    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
+
+    document = check_fields_of(load(name))
+    cluster_of(document)
+    columns = ("key", "value", "source")
+    found: list[tuple[str, Any, str]] = []
+    for path, value in _leaves(document.file.model_dump(exclude_unset=True), ()):
+        if path[:2] == ("cluster", "headers"):  # of which only names of variables may be seen
+            value = " ".join(_VARIABLE.findall(value)) or _MASKED
+        found.append((dotted(path), value, document.where(*path)))
+    here = "your environment"
+    try:
+        variables, secrets = variables_of(document)
+        clear = variables.items() - document.file.env.set.items()
+        found += [(f"variable {key}", value, here) for key, value in sorted(clear)]
+        found += [(f"secret {key}", _MASKED, here) for key in secrets]
+    except ConfigError as error:
+        found.append(("env", str(error), here))
+    rows = [dict(zip(columns, row, strict=True)) for row in found]
+    if as_json:
+        ignored = [asdict(one) for one in document.ignored]
+        file = {"path": str(document.path), "format": document.format}
+        print(json.dumps({**file, "values": rows, "ignored": ignored}, indent=1, default=str))
+        return
+    out.print(f"{document.path} ({document.format})")
+    folder = f"{document.path.parent}{os.sep}"
+    show([{**row, "source": row["source"].removeprefix(folder)} for row in rows], columns)
+    for one in document.ignored:
+        out.print(f"ignored: {one.key} ({one.source}): {one.reason}")
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield path, value
+        return
+    for key, below in value.items():
+        yield from _leaves(below, (*path, key))
 
 
 def init(
@@ -467,134 +512,21 @@ def init(
         if found.unreachable or found.unauthorised:
             raise ClusterError(found.unreachable or found.unauthorised)
         nodes = found.nodes or ()
-    try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(sample(name, address, nodes), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(sample(name, address, nodes), encoding="utf-8")
     out.print(f"{path} is written. Edit it, and look at it with:")
     out.print(f"nemo-run-ray clusters {name}\nnemo-run-ray doctor {name}")
-
-
-def _list_files(as_json: bool) -> None:
-    from nemo_run_ray.cluster_files import load
-
-    rows = [_row(str(path)) for path in load.files()]
-    try:
-        with_profiles, profiles = load.profiles_here()
-        rows += [_row(f"{with_profiles}:{profile}") for profile in profiles]
-    except ConfigError as error:  # the others are good all the same
-        problem = {"name": "env.toml", "kind": "wrong", "where": "", "pools": [], "path": ""}
-        rows.append({**problem, "error": str(error)})
-    if rows or as_json:
-        columns = ("name", "kind", "where", "pools", "path")
-        if not as_json:
-            rows = [
-                {**row, "where": row["error"].partition("\n")[0] or row["where"]} for row in rows
-            ]
-        show(rows, columns, as_json)
-    else:
-        folders = ", ".join(str(folder) for folder in load.folders())
-        out.print(
-            f"There are no cluster files in {folders or 'any folder'}. `nemo-run-ray init` writes "
-            "one; docs/guides/cluster_files.md describes them.",
-        )
-
-
-def _row(path: str) -> dict[str, Any]:
-    from nemo_run_ray.cluster_files.load import is_for_others
-    from nemo_run_ray.cluster_files.resolve import cluster_of
-
-    file, _, profile = path.partition(".toml:")
-    stem = profile or os.path.splitext(os.path.basename(file))[0]
-    row = {"name": stem, "kind": "wrong", "where": "", "pools": [], "path": path, "error": ""}
-    try:
-        other = is_for_others(Path(f"{file}.toml" if profile else path), profile or None)
-        if other:
-            return row | {"kind": other, "where": "not for Ray"}
-        loaded = _load(path)
-        row |= {"kind": loaded.format, "pools": list(loaded.file.pools)}
-        cluster = cluster_of(loaded)
-        if isinstance(cluster, kinds.SlurmCluster):
-            row["where"] = f"Slurm, {cluster.executor.tunnel.key}"
-        else:
-            row["where"] = getattr(cluster, "url", "the embedded Ray")
-    except ConfigError as error:
-        row["error"] = str(error)
-    return row
-
-
-def _show_file(name: str, as_json: bool) -> None:
-    from nemo_run_ray.cluster_files.resolve import cluster_of
-
-    loaded = _load(name)
-    cluster_of(loaded)
-    folder = "" if as_json else f"{loaded.path.parent}{os.sep}"
-    rows = [
-        {"key": key, "value": value, "source": source.removeprefix(folder)}
-        for key, value, source in _values(loaded)
-    ]
-    if as_json:
-        ignored = [
-            {"key": key.key, "reason": key.reason, "source": key.where} for key in loaded.ignored
-        ]
-        found = {"path": str(loaded.path), "format": loaded.format, "values": rows}
-        print(json.dumps({**found, "ignored": ignored}, indent=1, default=str))
-        return
-    out.print(f"{loaded.path} ({loaded.format})")
-    show(rows, ("key", "value", "source"))
-    for key in loaded.ignored:
-        out.print(f"ignored: {key.key} ({key.where}): {key.reason}")
-
-
-def _values(loaded: Document) -> Iterator[tuple[str, Any, str]]:
-    """Every value of a file, then the variables that tasks get of this environment."""
-    from nemo_run_ray.cluster_files.load import dotted, variables_of
-
-    said = loaded.file.model_dump(exclude_unset=True)
-    for path, value in _leaves(said, ()):
-        is_header = path[:2] == ("cluster", "headers")
-        yield dotted(path), _masked(str(value)) if is_header else value, loaded.where(*path)
-    try:
-        variables, secrets = variables_of(loaded)
-    except ConfigError as error:
-        yield "env", str(error), "your environment"
-        return
-    for name, value in variables.items():
-        if name not in loaded.file.env.set:
-            yield f"variable {name}", value, "your environment"
-    for name in secrets:
-        yield f"secret {name}", _MASKED, "your environment"
-
-
-def _masked(header: str) -> str:
-    """A header's value, of which only the names of variables may be seen."""
-    parts = [part for part in _VARIABLE.split(header) if part]
-    return "".join(part if _VARIABLE.fullmatch(part) else _MASKED for part in parts)
-
-
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    inner = value.items() if isinstance(value, dict) else ()
-    if not inner:
-        yield path, value
-    for key, below in inner:
-        yield from _leaves(below, (*path, key))
 
 
 def patches(as_json: AsJson = False) -> None:
     """The changes of NeMo-Run that there are: what each is for, and whether it is applied."""
     from nemo_run_ray import patches as known
 
-    rows = [
-        {
-            "name": name,
-            "state": state,
-            "why": known.patch(name).why,
-            "verified": list(known.patch(name).verified),
-            "retired_by": known.patch(name).retired_by,
-        }
-        for name, state in known.status().items()
-    ]
+    rows = []
+    for name, state in known.status().items():
+        patch = known.patch(name)
+        row = {"name": name, "state": state, "why": patch.why, "verified": list(patch.verified)}
+        rows.append({**row, "retired_by": patch.retired_by})
     show(rows, ("name", "state", "why"), as_json)
     if not as_json:
         out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…")
@@ -624,70 +556,50 @@ def run_ns(arguments: Sequence[str]) -> object:
     """Run NeMo-Skills' own command in this process, with its patch."""
     from nemo_run_ray import patches
 
-    command = _skills_command()
+    commands = entry_points(group="console_scripts", name="ns")
+    command = next((one for one in commands if one.value.startswith("nemo_skills.")), None)
+    if command is None:
+        raise ConfigError(
+            "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "
+            f"({sys.executable}). Install it there, from its source."
+        )
     patches.apply("skills_executor")
     app = command.load()
     sys.argv = ["ns", *arguments]
     return app()
 
 
-def _skills_command() -> EntryPoint:
-    for found in entry_points(group="console_scripts", name="ns"):
-        if found.value.startswith("nemo_skills."):
-            return found
-    raise ConfigError(
-        "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "
-        f"({sys.executable}). Install it there, from its source."
-    )
-
-
 def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb, with this package's errors as one paragraph and exit code 1."""
+    """The verb, with this package's errors as one paragraph and exit code 1.
+
+    NeMo-Run logs and warns on standard output, where programs read what ``status --json`` prints;
+    here it does so on standard error.
+    """
 
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> None:
+        before, CONSOLE.stderr = CONSOLE.stderr, True
         try:
-            with _console():
-                verb(*args, **kwargs)
+            verb(*args, **kwargs)
+            sys.stdout.flush()
         except NemoRunRayError as error:
             print(f"nemo-run-ray: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        except BrokenPipeError:  # `… | head`: the reader is gone
-            _flush_nothing_at_exit()
-            raise typer.Exit(141) from None
         except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
             if error.filename is None:
-                _flush_nothing_at_exit()
+                if error.errno not in NO_SPACE:
+                    raise
+                # Nothing more is written there, also at the end of the program.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             where = error.filename or "Standard output"
             print(f"nemo-run-ray: {where} cannot be written: {error.strerror}.", file=sys.stderr)
             raise typer.Exit(1) from error
+        finally:
+            CONSOLE.stderr = before
 
     return run
-
-
-def _flush_nothing_at_exit() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextlib.contextmanager
-def _console() -> Iterator[None]:
-    """Standard output for the verbs alone, and for every text, whatever its encoding is.
-
-    NeMo-Run logs and warns there, where programs read what ``status --json`` prints.
-    """
-    before = CONSOLE.stderr
-    CONSOLE.stderr = True
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    finally:
-        CONSOLE.stderr = before
-        sys.stdout.flush()
 
 
 def build() -> typer.Typer:

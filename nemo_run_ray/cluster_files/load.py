@@ -75,7 +75,7 @@ class Ignored:
 
     key: str
     reason: str
-    where: str
+    source: str
 
 
 @dataclass(frozen=True)

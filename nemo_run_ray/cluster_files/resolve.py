@@ -240,8 +240,8 @@ def _variables(
     return {"env_vars": clear, "secrets": list(dict.fromkeys(secrets))}
 
 
-def check_fields_of(document: Document) -> None:
-    """Check all that a file says of an executor's fields, whoever uses it.
+def check_fields_of(document: Document) -> Document:
+    """The file, of which all that it says of an executor's fields is right, whoever uses it.
 
     Raises:
         ConfigError: a field or a value is wrong.
@@ -255,6 +255,7 @@ def check_fields_of(document: Document) -> None:
             _of_image(image, document)
         except ConfigError as error:
             raise document.refuse(key, str(error)) from error
+    return document
 
 
 def default_values(document: Document) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_doctor_takes_one_file(write):
     write("cluster: {address: 'http://127.0.0.1:1'}\n", "a.yaml")
     result = CliRunner().invoke(build(), ["doctor", "b", "--cluster", "a"])
     assert result.exit_code == 1
-    assert "Give one cluster file, not 'b' and --cluster 'a'." in result.output
+    assert "Give one of a cluster file's name, --cluster and --address." in result.output
     result = CliRunner().invoke(build(), ["doctor", "--cluster", "a"])
     assert "dashboard" in result.output
 

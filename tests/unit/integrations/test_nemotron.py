@@ -318,5 +318,5 @@ def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):
     assert sorted(one.key for one in reading.ignored) == sorted(names)
     assert not any("not known" in one.reason for one in reading.ignored)
     mounts = next(one for one in reading.ignored if one.key == "mounts")
-    assert mounts.where.endswith(f"env.toml:{2 + names.index('mounts')}")
+    assert mounts.source.endswith(f"env.toml:{2 + names.index('mounts')}")
     assert reading.values == {}

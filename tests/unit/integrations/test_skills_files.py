@@ -433,7 +433,7 @@ def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):
     assert keys == [line.split(":")[0] for line in text.splitlines()[1:-1]]
     assert not any("not known" in one.reason for one in reading.ignored)
     mounts = next(one for one in reading.ignored if one.key == "mounts")
-    assert mounts.where.endswith("team.yaml:6")
+    assert mounts.source.endswith("team.yaml:6")
     assert "run already" in mounts.reason
 
 
