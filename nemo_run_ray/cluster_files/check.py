@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -64,9 +64,6 @@ class CheckRow:
     message: str
     next_step: str = ""
 
-    def to_json(self) -> dict[str, str]:
-        return {**asdict(self), "state": self.state.value}
-
 
 def look(
     dashboard: Dashboard,
@@ -96,13 +93,8 @@ def check(
 def _rows(
     look: Inspection, document: Document, asks: Mapping[str, ResourceRequest] | None
 ) -> Iterator[CheckRow]:
-    file = document.file
-    preflight, address = file.preflight, file.cluster.address
-    if preflight.require_address and address is None:
-        message = "The cluster file names no address, and preflight.require_address is set."
-        yield CheckRow("address", BROKEN, message, "Give cluster.address in the file.")
-    elif preflight.require_address:
-        yield CheckRow("address", OK, f"The cluster file names {address}.")
+    file, nodes = document.file, look.nodes
+    preflight = file.preflight
     if look.unreachable:
         yield CheckRow("dashboard", BROKEN, look.unreachable)
         return
@@ -117,21 +109,57 @@ def _rows(
         known = "it knows {} job(s), {} of them pending or running".format(*look.jobs)
         yield CheckRow("credentials", OK, f"It takes them, and {known}.")
     only_required = preflight.only_required and asks is not None  # `doctor` looks at all
-    asks = pool_asks(document) if asks is None else asks
+    if only_required:
+        asks = {}
+    elif asks is None:
+        asks = pool_asks(document)
     if not only_required:
         yield _ray(look.version, any(ask.selector for ask in asks.values()))
         yield _python(look.python)
-    if preflight.required_labels or preflight.min_resources or not only_required:
-        yield from _nodes(look.nodes, document)
-    for name, ask in asks.items() if not only_required else ():
+    labels = {f"label {one.key}={one.value}": one for one in preflight.required_labels}
+    totals = {f"total {name}": name for name in sorted(preflight.min_resources)}
+    if nodes is None:
+        state = BROKEN if preflight.strict else UNKNOWN
+        if not only_required or labels or totals:
+            message = "The cluster does not tell: its state API is closed or did not answer in time"
+            yield CheckRow("nodes", state, f"{message}.", _OPEN_IT)
+        for name in (*labels, *totals, *asks):
+            yield CheckRow(name, state, "It is not known: see the line about nodes.")
+        return
+    total = Counter[str]()
+    for node in nodes:
+        total.update(node.resources)
+    if not nodes:
+        yield CheckRow("nodes", BROKEN, "No node lives.", "Look at the cluster's dashboard.")
+    elif not only_required or labels or totals:
+        message = f"{len(nodes)} node(s) live, with {amounts_text(total)} in all."
+        yield CheckRow("nodes", OK, message)
+    for name, label in labels.items():
+        selector = {label.key: label.value}
+        if count := len(labelled(selector, nodes)):
+            yield CheckRow(name, OK, f"{count} of {len(nodes)} node(s) have it.")
+        else:
+            never = why_not(ResourceRequest(selector=selector), nodes)
+            step = f"Start a node with it: ray start --labels={label.key}={label.value} …"
+            is_plain = re.fullmatch(r"[\w.-]+", label.value)
+            message = f"{never[0].upper()}{never[1:]}."
+            yield CheckRow(name, BROKEN, message, step if is_plain else "")
+    for name, resource in totals.items():
+        least = preflight.min_resources[resource]
+        has, wanted = amount_text(resource, total[resource]), amount_text(resource, least)
+        message = f"The cluster has {has} in all; wanted are {wanted}."
+        if fits({resource: least}, total):
+            yield CheckRow(name, OK, message)
+        else:
+            step = "Add nodes, or lower preflight.min_resources."
+            yield CheckRow(name, BROKEN, message, step)
+    for name, ask in asks.items():
         pool = file.pools.get(name.removeprefix("pool "))
-        if pool and pool.address and pool.address != address:
+        if pool and pool.address and pool.address != file.cluster.address:
             message = f"Its nodes belong to {pool.address}, which was not looked at."
             yield CheckRow(name, UNKNOWN, message, f"nemo-run-ray doctor --address {pool.address}")
-        elif look.nodes is None:
-            yield _unknown(name, preflight.strict)
         else:
-            yield _room(name, ask, look.nodes)
+            yield _room(name, ask, nodes)
 
 
 def _ray(version: str, has_selectors: bool) -> CheckRow:
@@ -163,52 +191,6 @@ def _python(there: str) -> CheckRow:
     )
 
 
-def _unknown(name: str, is_strict: bool) -> CheckRow:
-    state = BROKEN if is_strict else UNKNOWN
-    if name != "nodes":
-        return CheckRow(name, state, "It is not known: see the line about nodes.")
-    message = "The cluster does not tell: its state API is closed or did not answer in time."
-    return CheckRow(name, state, message, _OPEN_IT)
-
-
-def _nodes(nodes: Sequence[Node] | None, document: Document) -> Iterator[CheckRow]:
-    """The living nodes, and the labels and amounts that the file requires."""
-    preflight = document.file.preflight
-    labels = {f"label {label.key}={label.value}": label for label in preflight.required_labels}
-    if nodes is None:
-        totals = [f"total {name}" for name in sorted(preflight.min_resources)]
-        for name in ("nodes", *labels, *totals):
-            yield _unknown(name, preflight.strict)
-        return
-    total = Counter[str]()
-    for node in nodes:
-        total.update(node.resources)
-    if nodes:
-        message = f"{len(nodes)} node(s) live, with {amounts_text(total)} in all."
-        yield CheckRow("nodes", OK, message)
-    else:
-        step = "Look at the cluster's nodes in its dashboard."
-        yield CheckRow("nodes", BROKEN, "No node lives.", step)
-    for name, label in labels.items():
-        selector = {label.key: label.value}
-        if count := len(labelled(selector, nodes)):
-            yield CheckRow(name, OK, f"{count} of {len(nodes)} node(s) have it.")
-        else:
-            never = why_not(ResourceRequest(selector=selector), nodes)
-            step = f"Start a node with it: ray start --labels={label.key}={label.value} …"
-            is_plain = re.fullmatch(r"[\w.-]+", label.value)
-            message = f"{never[0].upper()}{never[1:]}."
-            yield CheckRow(name, BROKEN, message, step if is_plain else "")
-    for name, least in sorted(preflight.min_resources.items()):
-        has, wanted = amount_text(name, total[name]), amount_text(name, least)
-        message = f"The cluster has {has} in all; wanted are {wanted}."
-        if fits({name: least}, total):
-            yield CheckRow(f"total {name}", OK, message)
-        else:
-            step = "Add nodes, or lower preflight.min_resources."
-            yield CheckRow(f"total {name}", BROKEN, message, step)
-
-
 def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
     """Whether one replica can ever be placed, and whether it can now."""
     asks = f"One replica asks for {ask}"
@@ -222,13 +204,13 @@ def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
             "on demand, launch with preflight=False.",
         )
     can = hosts(ask, nodes)
-    now = [node for node in can if has_room(ask, node)]
-    node = best(ask, nodes)
+    now = sum(has_room(ask, node) for node in can)
     message = f"{asks}; {len(can)} node(s) can take it"
-    if now or node is None:
-        return CheckRow(name, OK, f"{message}, {len(now)} of them now.")
-    if any(one.free is None for one in nodes):
+    if now:
+        return CheckRow(name, OK, f"{message}, {now} of them now.")
+    if any(node.free is None for node in nodes):
         return CheckRow(name, UNKNOWN, f"{message}, and what is free is not told.", _OPEN_IT)
+    node = best(ask, nodes) or can[0]
     return CheckRow(
         name,
         WARNING,
@@ -276,7 +258,6 @@ env:
 {pools}
 # preflight: {{enabled: true}}          # look before every experiment whether it fits
 """
-_ADDRESS = "  address: {address}"
 _LOCAL = "  local: {}                         # the embedded Ray; or address: http://ray-head:8265"
 _NO_POOLS = """\
 # pools:
@@ -295,32 +276,25 @@ def sample(name: str, address: str | None, nodes: Sequence[Node]) -> str:
         address: of a dashboard; ``None`` is the embedded Ray.
         nodes: those that live there.
     """
-    cluster = _LOCAL if address is None else _ADDRESS.format(address=json.dumps(address))
-    pools = list(_pools(nodes))
-    text = _NO_POOLS
-    if pools:
-        text = "\n".join(["pools:", *pools, ""])
-    elif nodes:
-        text = f"# {len(nodes)} node(s) without labels, each with up to {_totals(nodes)}.\n{text}"
-    return _HEAD.format(name=json.dumps(name), cluster=cluster, pools=text)
-
-
-def _pools(nodes: Sequence[Node]) -> Iterator[str]:
-    """A pool for the nodes of every set of labels that their owner gave."""
+    cluster = _LOCAL if address is None else f"  address: {json.dumps(address)}"
     by_labels: dict[tuple[tuple[str, str], ...], list[Node]] = {}
-    for node in nodes:
+    for node in nodes:  # a pool for every set of labels that their owner gave
         own = {key: text for key, text in node.labels.items() if not key.startswith(_OF_RAY)}
         if own:
             by_labels.setdefault(tuple(sorted(own.items())), []).append(node)
-    names: set[str] = set()
+    pools: dict[str, str] = {}
     for labels, members in sorted(by_labels.items()):
-        name = _NOT_IN_NAMES.sub("-", "-".join(text for _, text in labels)).strip("-") or "pool"
-        while name in names:
-            name += "-2"
-        names.add(name)
-        yield f"  # {len(members)} node(s), each with up to {_totals(members)}"
-        yield f"  {json.dumps(name)}:"
-        yield f"    label_selector: {json.dumps(dict(labels))}"
+        pool = _NOT_IN_NAMES.sub("-", "-".join(text for _, text in labels)).strip("-") or "pool"
+        while pool in pools:
+            pool += "-2"
+        pools[pool] = (
+            f"  # {len(members)} node(s), each with up to {_totals(members)}\n"
+            f"  {json.dumps(pool)}:\n    label_selector: {json.dumps(dict(labels))}\n"
+        )
+    text = "".join(["pools:\n", *pools.values()]) if pools else _NO_POOLS
+    if nodes and not pools:
+        text = f"# {len(nodes)} node(s) without labels, each with up to {_totals(nodes)}.\n{text}"
+    return _HEAD.format(name=json.dumps(name), cluster=cluster, pools=text)
 
 
 def _totals(nodes: Sequence[Node]) -> str:

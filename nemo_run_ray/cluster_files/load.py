@@ -19,8 +19,7 @@ import os
 import re
 import string
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,10 @@ _NAMES = re.compile(r"\$\{?(\w+)")
 _FORWARDED = re.compile(r"[A-Za-z_][\w*?\[\]!-]*")
 #: Between a file and the name of a variable whose value the file holds.
 _IN_FILE = "#NAME="
-#: Variables that give their value where these are not set, as NeMo-Skills does.
-_INSTEAD = {"NGC_API_KEY": "NVIDIA_API_KEY"}
+#: Names of tables with variables, as the ends of paths.
+_VARIABLES = (("env_vars",), ("set",))
+#: Names that pydantic gives the members of unions.
+_MEMBERS = ("int", "str", "bool", "float")
 #: The model of each section, by the key in front of it.
 _SECTIONS: dict[str | int, type[BaseModel]] = {
     "cluster": schema.ClusterPart,
@@ -177,19 +178,21 @@ def read(path: Path) -> Document:
     why = why_untrusted(str(path))
     if why:
         raise ConfigError(f"The cluster file {path} is not safe to use. {why}")
+    lines: dict[KeyPath, int] = {}
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             values: Any = tomllib.loads(text)
-            lines = dict(_toml_lines(text))
+            lines.update(_toml_lines(text))
         else:
-            values, lines = _read_yaml(text)
+            loader = yaml.SafeLoader(text)
+            node = loader.get_single_node()
+            _note_lines(node, (), lines)
+            values = loader.construct_document(node) if node else None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "it is not UTF-8")
         raise ConfigError(f"The cluster file {path} cannot be read: {reason}.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}.") from error
-    except yaml.YAMLError as error:
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{where}: {getattr(error, 'problem', error)}.") from error
@@ -201,33 +204,21 @@ def read(path: Path) -> Document:
     return Document(path, values or {}, {key: f"{path}:{line}" for key, line in lines.items()})
 
 
-def _read_yaml(text: str) -> tuple[Any, dict[KeyPath, int]]:
-    loader = yaml.SafeLoader(text)
-    node = loader.get_single_node()
-    lines: dict[KeyPath, int] = {}
-    for path, mark in _yaml_keys(node, ()):
-        if path in lines and path[-1] != "<<":
-            problem = (
-                f"{dotted(path)} is given twice, first in line {lines[path]}; expected one of them"
-            )
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-        lines[path] = mark.line + 1
-    return loader.construct_document(node) if node else None, lines
-
-
-def _yaml_keys(node: yaml.Node | None, path: KeyPath) -> Iterator[tuple[KeyPath, yaml.Mark]]:
-    """Every key below a node, with its place in the file."""
+def _note_lines(node: yaml.Node | None, path: KeyPath, lines: dict[KeyPath, int]) -> None:
+    """Note the line of every key of YAML below a node, and refuse a key that is given twice."""
     below: list[tuple[str | int, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        for key, _ in node.value:
-            if key.value != "<<":
-                key.tag = "tag:yaml.org,2002:str"  # YAML reads `on` and `1` as no texts
-        below = [(str(key.value), key, value) for key, value in node.value]
+        below = [(str(key.value), key, value) for key, value in node.value if key.value != "<<"]
+        for _, key, _ in below:
+            key.tag = "tag:yaml.org,2002:str"  # YAML reads `on` and `1` as no texts
     elif isinstance(node, yaml.SequenceNode):
         below = [(number, value, value) for number, value in enumerate(node.value)]
-    for name, marked, value in below:
-        yield (*path, name), marked.start_mark
-        yield from _yaml_keys(value, (*path, name))
+    for name, key, value in below:
+        place, line = (*path, name), key.start_mark.line + 1
+        if lines.setdefault(place, line) != line:
+            problem = f"{dotted(place)} is given twice, first in line {lines[place]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        _note_lines(value, place, lines)
 
 
 def _toml_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
@@ -235,16 +226,15 @@ def _toml_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
     table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), start=1):
         is_table = line.lstrip().startswith("[")
+        path = () if is_table else table
         try:
             inner = tomllib.loads(line if is_table else f"{line.partition('=')[0]}=0")
         except tomllib.TOMLDecodeError:
             continue
-        path = () if is_table else table
         while isinstance(inner, dict) and inner:
             ((name, inner),) = inner.items()
             path = (*path, name)
-        if is_table:
-            table = path
+        table = path if is_table else table
         if is_table or inner == 0:
             yield path, number
 
@@ -260,20 +250,21 @@ def _filled(value: Any, path: KeyPath, document: Document) -> Any:
         return {key: _filled(inner, (*path, key), document) for key, inner in value.items()}
     if isinstance(value, list):
         return [_filled(inner, (*path, number), document) for number, inner in enumerate(value)]
-    if not isinstance(value, str) or "$" not in value:
+    if not isinstance(value, str):
         return value
-    for name in filter(is_credential_name, _NAMES.findall(value)):
-        raise document.refuse(
-            path,
-            f"{name} is the name of a credential, whose value would be shown; list the name "
-            "under `secrets:`, and let the task read the variable.",
+    credentials = [name for name in _NAMES.findall(value) if is_credential_name(name)]
+    if credentials:
+        problem = (
+            f"{credentials[0]} is the name of a credential, whose value would be shown; list the "
+            "name under `secrets:`, and let the task read the variable."
         )
-    try:
-        return string.Template(value).substitute(os.environ)
-    except KeyError as error:
-        problem = f"the environment variable {error.args[0]} is not set; set it and run again."
-    except ValueError:
-        problem = f"{value!r} has a '$' that begins no ${{NAME}}; write $$ for a dollar."
+    else:
+        try:
+            return string.Template(value).substitute(os.environ)
+        except KeyError as error:
+            problem = f"the environment variable {error.args[0]} is not set; set it and run again."
+        except ValueError:
+            problem = f"{value!r} has a '$' that begins no ${{NAME}}; write $$ for a dollar."
     raise document.refuse(path, problem)
 
 
@@ -284,44 +275,36 @@ def _parse(document: Document) -> ClusterFile:
         problems = []
         for problem in error.errors():
             # pydantic adds the member of a union behind the key that has the union's type.
-            path = _existing(problem["loc"], document.values)
+            path = tuple(part for part in problem["loc"] if part not in _MEMBERS)
             problems.append(str(document.refuse(path, _problem(problem, path))))
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
 
 
-def _existing(path: KeyPath, values: Any) -> KeyPath:
-    """The part of a path that the values have."""
-    for length, key in enumerate(path):
-        try:
-            values = values[key]
-        except (KeyError, TypeError):
-            return path[:length]
-    return path
-
-
 def _problem(error: Any, path: KeyPath) -> str:
-    if error["type"] == "extra_forbidden":
-        if path == ("cluster", "token"):
-            return "a token is never in a file; name its variable: token_variable."
-        models = (_SECTIONS[key] for key in reversed(path[:-1]) if key in _SECTIONS)
-        known = next(models, ClusterFile).model_fields
-        meant = nearest(path[-1], known)
-        hint = f"did you mean {meant!r}?" if meant else f"known are {', '.join(known)}."
-        return f"this key is not known; {hint}"
-    if error["type"] == "missing":
-        return f"{error['loc'][-1]!r} is missing."
     found = f"found a {type(error['input']).__name__}."  # a value may be a credential
+    if path == ("cluster", "token"):
+        return "a token is never in a file; name its variable: token_variable."
+    if error["type"] == "extra_forbidden":
+        models = (_SECTIONS[key] for key in reversed(path[:-1]) if key in _SECTIONS)
+        return f"this key is not known; {meant(path[-1], next(models, ClusterFile).model_fields)}"
+    if error["type"] == "missing":
+        return "this key is missing."
     if error["type"] == "model_type":
         return f"expected keys with values; {found}"
     return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known."""
+    like = nearest(name, known)
+    return f"did you mean {like!r}?" if like else f"known are {', '.join(known) or 'none'}."
 
 
 def _check(document: Document) -> None:
     """Check the keys that belong together, and that no credential stands in the file."""
     file = document.file
     cluster = file.cluster
-    kinds = ("address", "local", "slurm")
-    named = [kind for kind in kinds if getattr(cluster, kind) is not None]
+    named = [kind for kind in ("address", "local", "slurm") if getattr(cluster, kind) is not None]
     if len(named) > 1:
         raise document.refuse(("cluster",), f"names {' and '.join(named)}; expected one of them.")
     if not named and not (file.pools and all(pool.address for pool in file.pools.values())):
@@ -334,23 +317,21 @@ def _check(document: Document) -> None:
         if not _FORWARDED.fullmatch(pattern):
             problem = f"{pattern!r} may be your whole environment; expected NAME or NAME_*."
             raise document.refuse(("env", "forward", number), problem)
-    places: list[KeyPath] = [
-        ("env", "set"),
-        ("defaults", "env_vars"),
-        ("defaults", "runtime_env", "env_vars"),
-        *(("pools", name, "env_vars") for name in file.pools),
-        ("cluster", "slurm", "env_vars"),
-    ]
-    for path in places:
-        variables: Any = document.values
-        for key in path:
-            variables = variables.get(key) if isinstance(variables, dict) else None
-        for name in credentials_in(variables) if isinstance(variables, dict) else ():
+    for path, table in _tables(document.values, ()):
+        for name in credentials_in(table) if path[-1:] in _VARIABLES else ():
             raise document.refuse(
                 (*path, name),
                 "this looks like a credential, and the file is read by others. Put the value "
                 f"into the variable {name} of your environment, and the name under `secrets:`.",
             )
+
+
+def _tables(table: dict[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+    """All tables of a file."""
+    yield path, table
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _tables(value, (*path, name))
 
 
 # ---------------------------------------------------------------------- values of variables
@@ -365,9 +346,8 @@ def variables_of(document: Document) -> tuple[dict[str, str], list[str]]:
     env, secrets = document.file.env, list(document.file.secrets)
     names = list(env.required)
     for pattern in env.forward:
-        names += sorted(fnmatch.filter(os.environ, pattern)) if "*" in pattern else [pattern]
-    asked = dict.fromkeys([*names, *secrets])
-    values = {name: value_of(name, env.value_from.get(name, ())) for name in asked}
+        names += sorted(fnmatch.filter(os.environ, pattern)) or [pattern]
+    values = {name: value_of(name, env.value_from.get(name, ())) for name in [*names, *secrets]}
     missing = [name for name in [*env.required, *secrets] if values[name] is None]
     if missing:
         raise ConfigError(
@@ -375,14 +355,14 @@ def variables_of(document: Document) -> tuple[dict[str, str], list[str]]:
             f"{'are' if len(missing) > 1 else 'is'} not set in this environment. Set what is "
             "missing; nothing was sent."
         )
-    clear = {}
+    clear: dict[str, str] = {}
     for name in names:
         value = values[name]
-        if value is not None and any(
-            map(is_credential_name, [name, *env.value_from.get(name, ())])
-        ):
+        if value is None:
+            continue
+        if any(map(is_credential_name, [name, *env.value_from.get(name, ())])):
             secrets.append(name)
-        elif value is not None:
+        else:
             clear[name] = value
     return {**clear, **env.set}, list(dict.fromkeys(secrets))
 
@@ -399,7 +379,15 @@ def value_of(
         environ: variables of the caller's environment.
     """
     for place in places or usual_places(name, environ):
-        value = _content(place, environ) if os.sep in place else environ.get(place)
+        if os.sep not in place:
+            value = environ.get(place)
+        else:
+            path, _, inner = place.partition(_IN_FILE)
+            try:
+                text = Path(path).expanduser().read_text(encoding="utf-8").strip()
+                value = (_reader(1).value_in(text, inner, environ) if inner else text) or None
+            except (OSError, ValueError, yaml.YAMLError, KeyError, AttributeError):
+                continue  # nobody has logged in, or the file is another one now
         if value is not None:
             return value
     return None
@@ -409,27 +397,20 @@ def usual_places(name: str, environ: Mapping[str, str] = os.environ) -> list[str
     """Places of a variable's value for which a cluster file names no other ones.
 
     It is the variable of that name; then for ``HF_TOKEN`` the file of ``huggingface-cli login``,
-    and for ``NGC_API_KEY`` the variable ``NVIDIA_API_KEY``.
+    and for ``NGC_API_KEY`` the variable ``NVIDIA_API_KEY``, as NeMo-Skills does.
     """
-    if name != "HF_TOKEN":
-        return [name, *([_INSTEAD[name]] if name in _INSTEAD else [])]
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = environ.get("HF_HOME") or f"{cache}/huggingface"
-    return [name, environ.get("HF_TOKEN_PATH") or f"{home}/token"]
+    others = {
+        "HF_TOKEN": [environ.get("HF_TOKEN_PATH") or f"{home}/token"],
+        "NGC_API_KEY": ["NVIDIA_API_KEY"],
+    }
+    return [name, *others.get(name, [])]
 
 
 def in_file(path: Path, name: str) -> str:
     """The place of a value that a file of NeMo-Skills gives as ``NAME=value``."""
     return f"{path.absolute()}{_IN_FILE}{name}"
-
-
-def _content(path: str, environ: Mapping[str, str]) -> str | None:
-    path, _, name = path.partition(_IN_FILE)
-    try:
-        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8").strip()
-        return (_reader(1).value_in(text, name, environ) if name else text) or None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, AttributeError):
-        return None  # nobody has logged in, or the file is another one now
 
 
 # ---------------------------------------------------------------------- which file
@@ -451,19 +432,13 @@ def folders() -> list[Path]:
 def files() -> Iterator[Path]:
     """Every cluster file, in the order in which a name is looked for."""
     for folder in folders():
-        try:
-            paths = sorted(folder.iterdir())
-        except OSError as error:
-            raise ConfigError(f"The folder {folder} cannot be read: {error.strerror}.") from error
-        for path in paths:
+        for path in sorted(folder.glob("*")):
             if path.suffix in _SUFFIXES and path.is_file() and path.name != PROFILES_FILE:
                 yield path
 
 
 def find(name: str) -> tuple[Path, str | None]:
-    """The file of a name, and its profile if it is an env.toml.
-
-    Of two files of one name the first is taken, with a warning.
+    """The file of a name, and its profile if it is an env.toml. The first of several is taken.
 
     Args:
         name: a path, a file's name without its suffix, or a profile's name.
@@ -472,37 +447,27 @@ def find(name: str) -> tuple[Path, str | None]:
         ConfigError: there is none; it names the nearest name and the folders.
     """
     before, toml, profile = name.partition(".toml:")
-    path = Path(os.path.expanduser(f"{before}.toml" if toml else name))
+    path = Path(f"{before}.toml" if toml else name).expanduser()
     if path.suffix in _SUFFIXES or os.sep in name:
-        if not os.path.isfile(path):
+        if not path.is_file():
             raise ConfigError(f"There is no cluster file {str(path)!r} (from {Path.cwd()}).")
         if path.name == PROFILES_FILE and not profile:
             raise ConfigError(f"{path} has profiles; name one of them: {path}:<profile>.")
         return path.absolute(), profile or None
-    known = list(files())
-    same_name = [path for path in known if path.stem == name]
-    if not same_name:
-        with_profiles, profiles = profiles_here()
-        if with_profiles is not None and name in profiles:
-            return with_profiles, name
-        meant = nearest(name, [*(path.stem for path in known), *profiles])
-        hint = f" Did you mean {meant!r}?" if meant else ""
-        if name == "auto" or ":" in name:
-            hint = f" For a cluster's address give RayExecutor(address={name!r})."
-        where = ", ".join(map(str, folders()))
-        raise NoClusterFile(
-            f"There is no cluster file of the name {name!r}.{hint} Looked for {name}.yaml, .yml "
-            f"and .toml in {where or 'no folder (./cluster_configs does not exist)'}. "
-            "`nemo-run-ray clusters` lists all; `nemo-run-ray init` writes one."
-        )
-    if len(same_name) > 1:
-        warnings.warn(
-            f"Two cluster files have the name {name!r}: {same_name[0]} and {same_name[1]}. The "
-            "first is taken; give its path to silence this.",
-            UserWarning,
-            stacklevel=2,
-        )
-    return same_name[0], None
+    known = {path.stem: path for path in reversed([*files()])}
+    if name in known:
+        return known[name], None
+    with_profiles, profiles = profiles_here()
+    if with_profiles is not None and name in profiles:
+        return with_profiles, name
+    like = nearest(name, [*known, *profiles])
+    hint = f" Did you mean {like!r}?" if like else ""
+    where = ", ".join(map(str, folders())) or "no folder (./cluster_configs does not exist)"
+    raise NoClusterFile(
+        f"There is no cluster file of the name {name!r}.{hint} Looked for {name}.yaml, .yml and "
+        f".toml in {where}. `nemo-run-ray clusters` lists all; `nemo-run-ray init` writes one. For "
+        "a cluster's address give RayExecutor(address=…)."
+    )
 
 
 def profiles_here() -> tuple[Path | None, list[str]]:

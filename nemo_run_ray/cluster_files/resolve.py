@@ -6,7 +6,8 @@ import copy
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +25,7 @@ from nemo_run_ray.cluster_files.load import (
     find,
     is_for_others,
     load,
+    meant,
     usual_places,
     variables_of,
 )
@@ -42,11 +44,12 @@ _NO_DEFAULTS = (
     *("resource_group", "given_fields"),
     *("experiment_id", "experiment_dir", "job_dir", "_launcher_setup"),
 )
-_PACKAGERS: dict[str, Callable[[], Packager]] = {"none": Packager, "git": GitArchivePackager}
 #: Fields of a SlurmCluster, and keys that a SlurmExecutor takes otherwise.
 _OF_CLUSTER = {"nodes", "walltime", "keep", "idle_timeout_s", "renew", "queue_timeout_s"}
-_SSH = ("host", "user", "port", "identity")
-_NOT_SLURMS = _OF_CLUSTER | {*_SSH, "name", "job_dir", "sbatch", "sidecars"}
+_NOT_SLURMS = {
+    *_OF_CLUSTER,
+    *("host", "user", "port", "identity", "name", "job_dir", "sbatch", "sidecars"),
+}
 
 
 def resolve(executor: RayExecutor) -> RayExecutor:
@@ -62,7 +65,21 @@ def resolve(executor: RayExecutor) -> RayExecutor:
         found.resolved_from = found.resource_group[0].resolved_from
         return found
     name = executor.file_name()
-    if name is None or _is_for_others(executor, name):
+    # NeMo-Skills' own default may name a file in its own package, or one for another executor.
+    is_default = executor.cluster is None and not os.environ.get(FILE_VARIABLES[0])
+    try:
+        if name is not None and is_default and is_for_others(*find(name)):
+            name = None
+        document = load(name) if name is not None else None
+    except NoClusterFile as error:
+        if executor.cluster is not None:
+            raise
+        if not is_default:
+            raise NoClusterFile(
+                f"{error} The name comes from the variable {FILE_VARIABLES[0]}."
+            ) from error
+        document = None
+    if document is None:
         for field in ("pool", "image"):
             if getattr(executor, field) is not None:
                 raise ConfigError(
@@ -71,16 +88,9 @@ def resolve(executor: RayExecutor) -> RayExecutor:
                     f"{FILE_VARIABLES[0]}."
                 )
         return executor
-    try:
-        document = load(name)
-    except NoClusterFile as error:
-        if executor.cluster is not None:
-            raise
-        variables = " or ".join(FILE_VARIABLES)
-        raise NoClusterFile(f"{error} The name comes from the variable {variables}.") from error
     if document.ignored:
         keys = ", ".join(ignored.key for ignored in document.ignored)
-        _tell_once(
+        _log_once(
             f"{document.path} ({document.format}): not used on Ray are {keys}. "
             f"`nemo-run-ray clusters {name}` says why."
         )
@@ -96,7 +106,7 @@ def resolve(executor: RayExecutor) -> RayExecutor:
         for name in found.secrets
         if name not in executor.secrets
     }
-    found.resolved_from = name
+    found.resolved_from = document.name
     try:
         found.check()
     except ConfigError as error:
@@ -104,18 +114,8 @@ def resolve(executor: RayExecutor) -> RayExecutor:
     return found
 
 
-def _is_for_others(executor: RayExecutor, name: str) -> bool:
-    """Whether the name is NeMo-Skills' own default, and its file is not here or not for Ray."""
-    if executor.cluster is not None or os.environ.get(FILE_VARIABLES[0]):
-        return False
-    try:
-        return bool(is_for_others(find(name)[0]))
-    except NoClusterFile:
-        return True  # NeMo-Skills looks in its own package too
-
-
 @functools.cache
-def _tell_once(text: str) -> None:
+def _log_once(text: str) -> None:
     CONSOLE.log(as_markup(text))
 
 
@@ -126,9 +126,10 @@ def cluster_of(document: Document, pool: str | None = None) -> Cluster:
         ConfigError: an address, a header or a token is wrong.
     """
     part = document.file.cluster
-    own = document.file.pools[pool].address if pool is not None else None
-    place: KeyPath = ("cluster",) if own is None else ("pools", str(pool), "address")
-    address = part.address if own is None else own
+    place: KeyPath = ("cluster",)
+    address = part.address
+    if pool is not None and document.file.pools[pool].address is not None:
+        place, address = ("pools", pool, "address"), document.file.pools[pool].address
     headers = dict(part.headers)
     if part.token_variable is not None:
         if any(name.lower() == "authorization" for name in headers):
@@ -138,7 +139,7 @@ def cluster_of(document: Document, pool: str | None = None) -> Cluster:
         headers["Authorization"] = f"Bearer ${{{part.token_variable}}}"
     verify = part.verify
     if isinstance(verify, str):
-        verify = str(document.path.parent / Path(verify).expanduser())
+        verify = _beside(document.path, verify)
     try:
         if address is not None:
             return ExistingCluster(address, headers=headers, verify=verify)
@@ -150,20 +151,21 @@ def cluster_of(document: Document, pool: str | None = None) -> Cluster:
         raise document.refuse(place, str(error)) from error
 
 
+def _beside(path: Path, name: str) -> str:
+    return str(path.parent / Path(name).expanduser())
+
+
 def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
-    by_ssh = [name for name in _SSH if getattr(part, name) is not None]
+    login = {name: getattr(part, name) for name in ("host", "user", "port", "identity")}
     tunnel: run.LocalTunnel | run.SSHTunnel = run.LocalTunnel(job_dir=part.job_dir)
     if part.host is not None and part.user is not None:
-        identity = part.identity
-        if identity is not None:
-            identity = str(path.parent / Path(identity).expanduser())
-        tunnel = run.SSHTunnel(
-            host=part.host, user=part.user, port=part.port, identity=identity, job_dir=part.job_dir
-        )
-    elif by_ssh:
+        if part.identity is not None:
+            login["identity"] = _beside(path, part.identity)
+        tunnel = run.SSHTunnel(job_dir=part.job_dir, **login)
+    elif set(login.values()) != {None}:
         raise ConfigError(
-            f"`{by_ssh[0]}` says how to log in, which needs `host` and `user`; add both, "
-            "or leave that out to use Slurm's commands of this machine."
+            "host, user, port and identity say how to log in, which needs `host` and `user`; add "
+            "both, or leave all out to use Slurm's commands of this machine."
         )
     executor = run.SlurmExecutor(
         **part.model_dump(exclude=_NOT_SLURMS, exclude_none=True),
@@ -171,18 +173,14 @@ def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
         additional_parameters=dict(part.sbatch) or None,
         tunnel=tunnel,
     )
+    sidecars = []
+    for one in part.sidecars:
+        ready = None if one.port is None else PortProbe(one.port)
+        sidecars.append(Sidecar(one.name, one.command, everywhere=one.everywhere, ready=ready))
     return SlurmCluster(
         executor=executor,
         name=part.name if part.name is not None else path.stem,
-        sidecars=[
-            Sidecar(
-                one.name,
-                one.command,
-                everywhere=one.everywhere,
-                ready=None if one.port is None else PortProbe(one.port),
-            )
-            for one in part.sidecars
-        ],
+        sidecars=sidecars,
         **part.model_dump(include=_OF_CLUSTER),
     )
 
@@ -198,14 +196,12 @@ def values_of(executor: RayExecutor, document: Document) -> dict[str, Any]:
     """
     file = document.file
     if executor.pool is not None and executor.pool not in file.pools:
-        meant = nearest(executor.pool, file.pools)
-        hint = f"did you mean {meant!r}?" if meant else f"it has {', '.join(file.pools) or 'none'}."
         raise ConfigError(
             f"RayExecutor.pool is {executor.pool!r}, and {document.path} has no pool of that name; "
-            f"{hint}"
+            f"{meant(executor.pool, file.pools)}"
         )
-    of_pool = {} if executor.pool is None else _pool_values(document, executor.pool)
     of_file = default_values(document)
+    of_pool = {} if executor.pool is None else _pool_values(document, executor.pool)
     images = [executor.image, of_pool.pop("image", None), of_file.pop("image", None)]
     image = next((image for image in images if image is not None), None)
     below = [_of_image(image, document), of_file, of_pool]
@@ -213,13 +209,12 @@ def values_of(executor: RayExecutor, document: Document) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in _default_fields():
         layers = [layer[name] for layer in below if name in layer]
+        value = getattr(executor, name)
         if name in _JOINED:
-            layers.append(getattr(executor, name))
-            values[name] = {key: value for layer in layers for key, value in layer.items()}
-        elif layers and name not in executor.given_fields:
-            # A list of the executor's may have been added to.
-            is_default = getattr(executor, name) == getattr(plain, name)
-            values[name] = layers[-1] if is_default else getattr(executor, name)
+            values[name] = dict(ChainMap(value, *reversed(layers)))
+        # A list of the executor's may have been added to.
+        elif layers and name not in executor.given_fields and value == getattr(plain, name):
+            values[name] = layers[-1]
     if executor.preflight is None:
         values["preflight"] = file.preflight.enabled
     return values
@@ -246,15 +241,14 @@ def check_fields_of(document: Document) -> Document:
     Raises:
         ConfigError: a field or a value is wrong.
     """
-    of_file = default_values(document)
-    images: dict[KeyPath, Any] = {("defaults", "image"): of_file.get("image")}
+    sections: dict[KeyPath, dict[str, Any]] = {("defaults",): default_values(document)}
     for pool in document.file.pools:
-        images["pools", pool, "image"] = _pool_values(document, pool).get("image")
-    for key, image in images.items():
+        sections["pools", pool] = _pool_values(document, pool)
+    for section, values in sections.items():
         try:
-            _of_image(image, document)
+            _of_image(values.get("image"), document)
         except ConfigError as error:
-            raise document.refuse(key, str(error)) from error
+            raise document.refuse((*section, "image"), str(error)) from error
     return document
 
 
@@ -267,8 +261,7 @@ def default_values(document: Document) -> dict[str, Any]:
     known = _default_fields()
     for name in document.file.defaults:
         if name not in known:
-            meant = nearest(name, known)
-            hint = f"did you mean {meant!r}?" if meant else f"known are {', '.join(known)}."
+            hint = meant(name, known)
             if name in _NO_DEFAULTS:
                 hint = "a task, or another section of this file, gives it."
             problem = f"this is no field of RayExecutor that a file can give; {hint}"
@@ -298,14 +291,16 @@ def _checked(document: Document, section: KeyPath, given: Mapping[str, Any]) -> 
 
 
 def _packager(value: Any) -> Packager:
-    if isinstance(value, str) and value in _PACKAGERS:
-        return _PACKAGERS[value]()
-    if isinstance(value, dict) and list(value) == ["folder"]:
-        from nemo_run_ray.plan.folder_packager import FolderPackager
+    match value:
+        case "none":
+            return Packager()
+        case "git":
+            return GitArchivePackager()
+        case {"folder": folder} if len(value) == 1:
+            from nemo_run_ray.plan.folder_packager import FolderPackager
 
-        return FolderPackager(value["folder"])
-    known = ", ".join(_PACKAGERS)
-    raise ConfigError(f"found {value!r}; allowed are {known} and {{folder: <path>}}.")
+            return FolderPackager(folder)
+    raise ConfigError(f"found {value!r}; allowed are none, git and {{folder: <path>}}.")
 
 
 # ---------------------------------------------------------------------- images
@@ -325,8 +320,8 @@ def _of_image(image: str | None, document: Document) -> dict[str, Any]:
     labels = labels_of(image, file)
     is_known = labels or file.defaults.get("label_selector") or image in file.image_labels
     if not is_known and document.format == FORMAT:
-        meant = None if image in file.images else nearest(image, [*file.images, *file.image_labels])
-        hint = f" Did you mean {meant!r}?" if meant else ""
+        like = None if image in file.images else nearest(image, [*file.images, *file.image_labels])
+        hint = f" Did you mean {like!r}?" if like else ""
         raise ConfigError(
             f"The image {image!r} has no labels in {document.path}, and would run on any node."
             f"{hint} Add it to `image_labels`, give `image_label_key`, or say `images_as: none`."
@@ -335,18 +330,11 @@ def _of_image(image: str | None, document: Document) -> dict[str, Any]:
 
 
 def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
-    """The labels of the nodes that have an image.
+    """The labels of the nodes that have an image, which may be a name in the file's ``images``.
 
     Every entry of ``image_labels`` that matches contributes, and the first one wins a label; but an
     entry of just this name or image comes in place of those of other names of the image. Only
     where none matches, ``image_label_key`` gives a label with the image as its value.
-
-    Args:
-        image: a name in the file's ``images``, or an image.
-        file: the cluster file.
-
-    Raises:
-        ConfigError: the image has several names, whose entries disagree.
     """
     asked, image = image, file.images.get(image, image)
     matching = {}
@@ -357,21 +345,15 @@ def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
             matching[key] = entry
     if not matching and file.image_label_key and image:
         return {file.image_label_key: label_value(image)}
-    labels: dict[str, str] = {}
-    by_name: dict[str, tuple[str, str]] = {}
-    for key, entry in matching.items():
-        for label, value in entry.items():
-            labels.setdefault(label, value)
-            if key not in file.images:
-                continue
-            name, other = by_name.setdefault(label, (key, value))
-            if other != value:
-                raise ConfigError(
-                    f"The image {image!r} has the names {name!r} and {key!r}, and they disagree "
-                    f"about its nodes: the label {label} is {other!r} for the one and {value!r} "
-                    "for the other. Ask for one of the names instead of the image."
-                )
-    return labels
+    named = [entry for key, entry in matching.items() if key in file.images]
+    for label in dict.fromkeys(label for entry in named for label in entry):
+        values = sorted({entry[label] for entry in named if label in entry})
+        if len(values) > 1:
+            raise ConfigError(
+                f"The names of the image {image!r} disagree about the label {label} of its nodes: "
+                f"{' and '.join(values)}. Ask for one of the names instead of the image."
+            )
+    return dict(ChainMap(*map(dict, matching.values())))
 
 
 def label_value(image: str) -> str:

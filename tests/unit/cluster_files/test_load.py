@@ -138,8 +138,8 @@ BAD = {
     "images_as: labels\n": (1, "images_as", "'label', 'image_uri' or 'none'"),
     "preflight:\n  required_labels:\n  - {key: a}\n": (
         3,
-        "preflight.required_labels[0]",
-        "'value' is missing",
+        "preflight.required_labels[0].value",
+        "this key is missing",
     ),
     "env:\n  set: {U: 'https://${MY_API_KEY}@h'}\n": (2, "env.set.U", "name of a credential"),
     "defaults:\n  runtime_env: {env_vars: {HF_TOKEN: hf_abc}}\n": (

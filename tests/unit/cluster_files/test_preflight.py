@@ -123,11 +123,3 @@ def test_a_pools_fields_lie_over_the_defaults_and_those_over_the_images_labels()
             {"of": "sandbox", "image": "default", "a": "b"},
         ),
     }
-
-
-@pytest.mark.parametrize(
-    ("address", "state"), [(None, CheckState.BROKEN), ("http://h", CheckState.OK)]
-)
-def test_a_file_may_have_to_name_an_address(address, state):
-    file = {"cluster": {"address": address}, "preflight": {"require_address": True}}
-    assert of("address", FOUND, **file).state is state

@@ -1,7 +1,5 @@
 """Where a cluster file's name is looked for."""
 
-import warnings
-
 import pytest
 
 from nemo_run_ray.cluster_files import load as search
@@ -27,9 +25,7 @@ def test_every_folder_is_looked_through_and_the_first_wins(everywhere):
     for folder in reversed(everywhere):
         path = folder / "gpu.yaml"
         path.touch()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert search.find("gpu") == (path, None)
+        assert search.find("gpu") == (path, None)
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".toml"])
@@ -39,14 +35,6 @@ def test_a_name_has_no_suffix_and_a_path_has_one(write, configs, suffix, monkeyp
     assert search.find(str(path)) == (path, None)
     monkeypatch.chdir(configs)
     assert search.find(f"one{suffix}") == (path, None)
-
-
-def test_of_two_files_of_one_name_the_first_is_taken(write):
-    first, second = write("", "team-b.toml"), write("", "team-b.yaml")
-    with pytest.warns(UserWarning, match="Two cluster files") as caught:
-        assert search.find("team-b") == (first, None)
-    assert str(first) in str(caught[0].message)
-    assert str(second) in str(caught[0].message)
 
 
 def test_an_unknown_name_gets_the_nearest_and_the_folders(write, configs):
