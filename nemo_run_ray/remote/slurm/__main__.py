@@ -8,7 +8,7 @@ import sys
 from ..node.output import say
 from ..node.supervise import Runner, supervise
 from .folder import NodeReport, RunFolder
-from .node import NodeProgram, Worker, failure, temp_dir_of
+from .node import Worker, failure, temp_dir_of
 from .settings import CannotContinue, Settings, job_of
 
 
@@ -24,19 +24,18 @@ def main() -> int:
     folder = RunFolder(settings.run, settings.rank)
 
     def take_part(runner: Runner) -> int:
-        program: NodeProgram = Worker(settings, folder, tag, env)
-        if settings.is_head:
-            from .head import Head  # workers do without it: there are many of them
+        if settings.rank:
+            return Worker(settings, folder, tag, env).run(runner)
+        from .head import Head  # workers do without it: there are many of them
 
-            program = Head(settings, folder, tag, env)
-        return program.run(runner)
+        return Head(settings, folder, tag, env).run(runner)
 
     end = supervise(tag, take_part)
     if end.left_on is not None:
         return end.code
     # All its processes are ended, and it could not report that itself.
     failed = failure(settings, end.text)
-    if settings.is_head:
+    if settings.rank == 0:
         return folder.publish_end(failed).code
     report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
     folder.publish_report(report._replace(failed=report.failed or failed.why, left=True))

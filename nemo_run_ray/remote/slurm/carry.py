@@ -23,9 +23,8 @@ import glob
 import json
 import os
 import time
-from collections import Counter
 from contextlib import closing, suppress
-from typing import Callable, Dict, List, Mapping, Optional, Set
+from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from .. import carried_over
 from ..dashboard import DashboardClient, RequestRefused, Unanswered
@@ -87,8 +86,8 @@ class Allocation:
         self._monotonic = monotonic
         self._clock = clock
         self._carried: JobRows = {}  # rows of dispatches from before this run
-        self._waiting: List[str] = []  # folders of dispatches whose dispatcher is not started yet
-        self._failures: Counter[str] = Counter()
+        #: Folders of dispatches whose dispatcher is not started yet, with the number of failures.
+        self._waiting: List[Tuple[str, int]] = []
         #: The head sets it before the first step.
         self.dashboard: DashboardClient
         self._lost_ends = LostEnds(lambda *job: self.dashboard.log_end(*job))
@@ -98,20 +97,18 @@ class Allocation:
         self._idle_since: Optional[float] = None
         self._seen_users: Set[str] = set()
         self._ends_at: Optional[float] = None
-        self._lasts_s = 0.0
-        if settings.ends_at is not None:
+        #: The variables by which a dispatcher knows how long its jobs may take.
+        self.ray_env: Dict[str, str] = {}
+        if self._folder and settings.ends_at is not None:
             remaining_s = settings.ends_at - clock()
             margin_s = min(max(remaining_s / 10, _MARGIN_MIN_S), _MARGIN_MAX_S)
             margin_s = margin_s if settings.renew else 0.0
             self._ends_at = settings.ends_at - margin_s
-            self._lasts_s = remaining_s - margin_s - _FIRST_JOB_S
-
-    def ray_env(self) -> Dict[str, str]:
-        """The variables by which a dispatcher knows how long its jobs may take."""
-        if self._ends_at is None or not self._folder:
-            return {}
-        renews = "1" if self._settings.renew else "0"
-        return {ENDS_AT: f"{self._ends_at:.0f}", LASTS_S: f"{self._lasts_s:.0f}", RENEWS: renews}
+            self.ray_env = {
+                ENDS_AT: f"{self._ends_at:.0f}",
+                LASTS_S: f"{remaining_s - margin_s - _FIRST_JOB_S:.0f}",
+                RENEWS: str(int(settings.renew)),
+            }
 
     def begin(self) -> None:
         """Take over the dispatches of the runs before, before clients can add others.
@@ -131,7 +128,7 @@ class Allocation:
         self._carried = carried_over.rows_before(self._folder, self._settings.run)
         # A dispatch without an attempt is of another allocation, or its client died early.
         self._waiting = [
-            folder
+            (folder, 0)
             for folder, attempts in self._attempts(self._carried).items()
             if attempts and not _is_decided(attempts)
         ]
@@ -151,11 +148,11 @@ class Allocation:
 
         Slurm's controller may have been away when the client asked it.
         """
-        if not self._folder:
-            return ""
         path = os.path.join(self._folder, STOP)
-        with suppress(OSError), open(path, encoding="utf-8") as file:
-            return file.read().strip()
+        with suppress(OSError):
+            if self._folder:
+                with open(path, encoding="utf-8") as file:
+                    return file.read().strip()
         return ""
 
     def keep_table(self) -> Optional[List[JobRow]]:
@@ -177,9 +174,8 @@ class Allocation:
 
     def keep_last_table(self, end: RunEnd) -> None:
         """Keep the table from which the next allocation takes the ends of jobs."""
-        for _ in range(_LAST_TRIES if end.renews else 1):
-            if not self._folder or self.keep_table() is not None:
-                return
+        if self._folder:
+            any(self.keep_table() is not None for _ in range(_LAST_TRIES if end.renews else 1))
 
     def renewal(self, rows: List[JobRow], is_idle: bool) -> Optional[RunEnd]:
         """The end after which the next allocation continues; ``None`` while this one is of use.
@@ -195,8 +191,30 @@ class Allocation:
             return None
         has_signal = os.path.exists(os.path.join(self._settings.run, SIGNALLED))
         is_late = self._clock() >= self._ends_at or has_signal
-        names = self._unfinished(rows, out_of_time=not is_late)
-        if names and (is_late or is_idle) and self._may_gain(names, rows):
+        table = _by_id(rows)
+        names = set()  # dispatchers of dispatches that were started and are not decided
+        for folder, attempts in self._attempts({**self._carried, **table}).items():
+            if _is_decided(attempts):
+                _remove_archives(folder)
+            elif attempts and os.path.exists(os.path.join(folder, carried_over.START)):
+                # Before the walltime only one that had no time for the remaining jobs: another one
+                # that has died would die again.
+                last = attempts[max(attempts)]
+                if is_late or last.exit_code == JobExit.OUT_OF_TIME:
+                    names.add(os.path.basename(folder))
+        # They must not follow each other for ever. The next allocation has all of its time for a
+        # dispatch that was handed over late in this one. Otherwise a job of a dispatch must have
+        # been started in this run, beside the dispatchers; one that waits for resources was not.
+        dispatchers = set(map(os.path.basename, carried_over.kept_dispatches(self._folder)))
+        jobs = carried_over.kept_ids(self._folder) - dispatchers
+        began = {
+            first_id(name)
+            for name, row in table.items()
+            if status_of_row(row).state is not JobState.PENDING
+            and status_of_row(row).reason is not Reason.START_TIMEOUT
+        }
+        has_gained = names - {first_id(name) for name in self._carried} or began & jobs
+        if names and has_gained and (is_late or is_idle):
             late, idle = "its walltime is over", "the remaining jobs need more time than it has"
             return RunEnd(0, late if is_late else idle, True)
         if has_signal:
@@ -229,50 +247,19 @@ class Allocation:
             return end
         now, users = self._monotonic(), set(os.listdir(os.path.join(self._folder, USERS)))
         # A new user needs time to submit.
-        if not is_idle:
-            self._idle_since = None
-        elif self._idle_since is None or users - self._seen_users:
-            self._idle_since = now
-        self._seen_users |= users
-        if self._idle_since in (None, now):
+        if not is_idle or self._idle_since is None or users - self._seen_users:
+            self._idle_since = now if is_idle else None
+            self._seen_users |= users
             return None
         limit_s = self._settings.idle_timeout_s
         if not users and self._has(RELEASED) and not self._has(KEEP):
             return RunEnd(0, "its last user has left, and no job runs")
-        if limit_s is not None and now - (self._idle_since or now) >= limit_s:
+        if limit_s is not None and now - self._idle_since >= limit_s:
             return RunEnd(0, f"no job has run for {limit_s:g} s")
         return None
 
     def _has(self, name: str) -> bool:
         return os.path.exists(os.path.join(self._folder, name))
-
-    def _unfinished(self, rows: List[JobRow], out_of_time: bool) -> List[str]:
-        """Ids of the dispatchers of dispatches that were started and are not decided.
-
-        With ``out_of_time`` only those whose dispatcher had no time for the remaining jobs: another
-        dispatcher that has died would die again.
-        """
-        names = []
-        for folder, attempts in self._attempts({**self._carried, **_by_id(rows)}).items():
-            if _is_decided(attempts):
-                _remove_archives(folder)
-            elif attempts and os.path.exists(os.path.join(folder, carried_over.START)):
-                last = attempts[max(attempts)]
-                if not out_of_time or last.exit_code == JobExit.OUT_OF_TIME:
-                    names.append(os.path.basename(folder))
-        return names
-
-    def _may_gain(self, names: List[str], rows: List[JobRow]) -> bool:
-        """Whether the next allocation may do better; else they would follow each other for ever.
-
-        It has all of its time for a dispatch that was handed over late in this one. Otherwise a
-        job of a dispatch must have been started in this run, beside the dispatchers.
-        """
-        if not {first_id(name) for name in self._carried}.issuperset(names):
-            return True
-        folders = carried_over.kept_dispatches(self._folder)
-        jobs = carried_over.kept_ids(self._folder) - {*map(os.path.basename, folders)}
-        return any(first_id(name) in jobs and _began(row) for name, row in _by_id(rows).items())
 
     def _attempts(self, rows: JobRows) -> Dict[str, Dict[int, Attempt]]:
         """The attempts of the dispatchers, by the folder of the dispatch and number."""
@@ -288,7 +275,7 @@ class Allocation:
         """Start the dispatcher of the first dispatch that waits; after a failure it is the last."""
         if not self._waiting or self._monotonic() < self._pause_until:
             return
-        folder = self._waiting.pop(0)
+        folder, failures = self._waiting.pop(0)
         name = os.path.basename(folder)
         try:
             with open(os.path.join(folder, carried_over.START), encoding="utf-8") as file:
@@ -307,22 +294,15 @@ class Allocation:
         # A file may be torn.
         except (OSError, ValueError, KeyError, Unanswered, RequestRefused) as error:
             self._pause_until = self._monotonic() + _PAUSE_S
-            self._failures[name] += 1
-            if self._failures[name] < _TRIES:
-                self._waiting.append(folder)
-            if self._failures[name] in (1, _TRIES):
-                state = " yet" if folder in self._waiting else ", and is given up"
+            state = " yet" if failures + 1 < _TRIES else ", and is given up"
+            if failures + 1 < _TRIES:
+                self._waiting.append((folder, failures + 1))
+            if failures + 1 in (1, _TRIES):
                 say(f"The chain {name} cannot continue{state}: {error}")
 
 
 def _by_id(rows: List[JobRow]) -> JobRows:
     return {str(row["submission_id"]): row for row in rows if row.get("submission_id")}
-
-
-def _began(row: JobRow) -> bool:
-    """Whether the job of a row was started; one that waits for resources was not."""
-    status = status_of_row(row)
-    return status.state is not JobState.PENDING and status.reason is not Reason.START_TIMEOUT
 
 
 def _is_decided(attempts: Mapping[int, Attempt]) -> bool:

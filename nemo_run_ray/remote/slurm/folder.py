@@ -67,9 +67,6 @@ class NodeReport(NamedTuple):
     """The state of a node, as it reports it."""
 
     host: str  # Slurm's name of the node
-    candidates: Sequence[str] = ()  # addresses of the head that workers try, the likeliest first
-    test_port: int = 0  # of the head, where they try them; 0 if there is only one
-    reached: Optional[Sequence[str]] = None  # those that this worker has reached
     address: str = ""  # of its Ray; empty until that starts
     ray: Sequence[Any] = ()  # the head's ``HeadAddress``, once its raylet is registered
     ready: Sequence[str] = ()  # names of its sidecars that are ready

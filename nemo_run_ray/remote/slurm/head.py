@@ -7,16 +7,16 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Set, Sized, Tuple
 
 from ..dashboard import DASHBOARD, DashboardClient, Unanswered
 from ..files import write_file
 from ..node.supervise import Child, describe_exit
 from .carry import Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
-from .network import AddressDiscovery, head_addresses, reachable
-from .node import TURN_S, NodeProgram, driver_environment, node_options
-from .settings import HEAD_PORTS, Settings
+from .network import head_address, is_reachable
+from .node import TURN_S, NodeProgram, driver_environment
+from .settings import Settings
 
 #: NeMo-Run's file that ends the nodes.
 ENDED = "ENDED"
@@ -32,78 +32,74 @@ LOST_AFTER = 4
 _LISTED = 8
 
 
-class ClusterView:
-    """The cluster as the head sees it."""
-
-    def __init__(self) -> None:
-        self.reports: Dict[int, NodeReport] = {}  # by rank
-        self.dead: Set[int] = set()  # ranks whose program has shown no life for long
-        self.address = ""  # the head's, once it is chosen
-        self.alive: Set[str] = set()  # addresses of Ray's nodes
-        self.was_ready = False
-        self.missed: Dict[int, int] = {}  # requests in a row without a node that had joined
-
-
 class Head(NodeProgram):
     """The node with rank 0."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._ports: Dict[str, int] = {}
-        self.view = ClusterView()
+        self.reports: Dict[int, NodeReport] = {}  # by rank
+        self.address = ""
+        self.alive: Set[str] = set()  # addresses of Ray's nodes
+        self.was_ready = False
+        self.missed: Dict[int, int] = {}  # requests in a row without a node that had joined
+        self._ports: Mapping[str, int] = {}
         self._token = secrets.token_hex(32)
         self._allocation = Allocation(self.settings)
+        self.ray_env.update(self._allocation.ray_env)
         self._said_at = self._asked_at = float("-inf")
         self._head: Optional[HeadAddress] = None
         self._dashboard: Optional[DashboardClient] = None
-        self._discovery: Optional[AddressDiscovery] = None
         self._driver: Optional[Child] = None
         self._written_units: Optional[int] = None
         self._info = os.path.join(self.settings.cluster, "ray_cluster_info.json")
 
     def step(self) -> Optional[RunEnd]:
-        end = self._look()
+        end = None
+        if self.looks or not self.was_ready:
+            self.reports = self.folder.reports()
+            self.watched = {rank for rank, row in self.reports.items() if rank and not row.left}
+            end = self._requested_end()
+        if self.ray is None:
+            self._allocation.begin()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
+                file.write(self._token)
+            interface = self.env.get("NEMO_RUN_RAY_INTERFACE", "")
+            self.address = head_address(self.settings.host, interface)
+            self.publish(address=self.address)
+            self.start_ray()
         self.watch_ray()
         self._follow_ray()
-        if self.view.was_ready:
+        if self.was_ready:
             end = end or self._driver_end() or self._allocation.step()
         if end is not None:
             return end
-        self.view.dead = self.dead
-        waiting, why = decide(self.settings, self.view, time.monotonic() - self.began)
+        waiting, why = decide(self, time.monotonic() - self.began)
         if why:
             return RunEnd(CLUSTER_FAILED, why)
-        if not waiting and not self.view.was_ready and self._head is not None:
-            self.view.was_ready = True
+        if not waiting and not self.was_ready and self._head is not None:
+            self.was_ready = True
             self._publish_ready(self._head)
         elif waiting and time.monotonic() - self._said_at >= _SAY_S:
             self._said_at = time.monotonic()
             self.say(waiting)
         return None
 
-    def ray_start_argv(self) -> List[str]:
+    def ray_start_argv(self, ports: Mapping[str, int]) -> List[str]:
         """Without a token the dashboard is for the node itself alone."""
-        self._ports = self.ports.choose()
-        self._dashboard, self.view.alive = None, set()  # of the last try
+        self._ports = ports
+        self._dashboard, self.alive = None, set()  # of the last try
+        self.ray_env[DASHBOARD] = f"http://{self.address}:{ports['DASHBOARD_PORT']}"
         # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
-        has_token = self.ray_env()["RAY_AUTH_MODE"] == "token"
-        host = "0.0.0.0" if has_token else "127.0.0.1"
-        argv = ["ray", "start", "--head", f"--node-ip-address={self.view.address}"]
+        host = "0.0.0.0" if self.ray_env["RAY_AUTH_MODE"] == "token" else "127.0.0.1"
+        argv = ["ray", "start", "--head", f"--node-ip-address={self.address}"]
         argv += [f"--dashboard-host={host}", "--include-dashboard=true"]
-        argv += [f"--temp-dir={self.settings.temp_dir}"]
-        argv += [f"--{option}={self._ports[name]}" for name, option in HEAD_PORTS.items()]
-        return argv + node_options(self.settings, self._ports)
-
-    def ray_env(self) -> Dict[str, str]:
-        env = {**super().ray_env(), **self._allocation.ray_env()}
-        if self._ports:
-            env[DASHBOARD] = f"http://{self.view.address}:{self._ports['DASHBOARD_PORT']}"
-        return env
+        return [*argv, f"--temp-dir={self.settings.temp_dir}"]
 
     def leave(self, end: RunEnd) -> int:
-        if self.view.was_ready:
+        if self.was_ready:
             self._allocation.keep_last_table(end)
-        failed = end.code == CLUSTER_FAILED and not self.view.was_ready
+        failed = end.code == CLUSTER_FAILED and not self.was_ready
         if failed and self._requested_end() is None and self._allocation.may_try_again():
             end = end._replace(renews=True)
         with suppress(OSError):  # on a full disk the workers miss the head's heartbeat
@@ -114,37 +110,13 @@ class Head(NodeProgram):
             if f'"{self.settings.job}"' in file.read():  # and not another job's by now
                 os.unlink(self._info)
         super().leave(end)
-        while time.monotonic() < self.leaves_at and not self._all_left():
+        while time.monotonic() < self.leaves_at and not all(
+            report.left for report in self.folder.reports().values()
+        ):
             time.sleep(TURN_S)
         with suppress(OSError):
             os.unlink(self.folder.file("token"))
         return end.code
-
-    def _look(self) -> Optional[RunEnd]:
-        """Read the files of others, seldom once the cluster is ready; start a reachable Ray."""
-        if self.view.was_ready and not self.looks:
-            return None
-        reports = self.view.reports = self.folder.reports()
-        self.watched = {rank for rank, report in reports.items() if rank and not report.left}
-        if self._discovery is None:
-            self._discovery = self._announce()
-        if self.ray is None:
-            self.view.address = self._discovery.choose(reports) or ""
-            if self.view.address:
-                self.publish(address=self.view.address)
-                self.start_ray()
-        return self._requested_end()
-
-    def _announce(self) -> AddressDiscovery:
-        """Tell the workers where they may reach this node."""
-        self._allocation.begin()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
-            file.write(self._token)
-        addresses = head_addresses(self.settings.host, self.settings.interface)
-        discovery = AddressDiscovery(addresses, self.settings, self.ports)
-        self.publish(candidates=addresses, test_port=discovery.port)
-        return discovery
 
     def _requested_end(self) -> Optional[RunEnd]:
         """The end that the job's script, a user by NeMo-Run's file, or a client asks for."""
@@ -156,46 +128,38 @@ class Head(NodeProgram):
         stopped = self._allocation.stop_reason()
         return RunEnd(143, stopped) if stopped else None
 
-    def _all_left(self) -> bool:
-        return all(report.left for report in self.folder.reports().values())
-
     def _follow_ray(self) -> None:
         """Ask for Ray's nodes after a pause, and tell the workers of Ray once they can join."""
-        if self.ray is None:
-            return
         port, dashboard_port = self._ports["PORT"], self._ports["DASHBOARD_PORT"]
-        if self._dashboard is None and reachable([self.view.address], port):
-            self._head = HeadAddress(self.view.address, port, dashboard_port, self.starts)
+        if self._dashboard is None and is_reachable(self.address, port):
+            self._head = HeadAddress(self.address, port, dashboard_port, self.starts)
             url = f"http://127.0.0.1:{dashboard_port}"
             self._dashboard = DashboardClient(url, self._authorize, _ANSWER_S)
             self._allocation.dashboard = self._dashboard
-        pause_s = _ASK_READY_S if self.view.was_ready else _ASK_S
+        pause_s = _ASK_READY_S if self.was_ready else _ASK_S
         if self._dashboard is not None and time.monotonic() - self._asked_at >= pause_s:
             with suppress(Unanswered):  # without an answer the last one stays
-                self.view.alive = {row["node_ip"] for row in self._dashboard.alive_nodes()}
-                for rank, report in self.view.reports.items():
-                    if report.address in self.view.alive:
-                        self.view.missed[rank] = 0
-                    elif rank in self.view.missed and self.view.was_ready:
-                        self.view.missed[rank] += 1
+                self.alive = {row["node_ip"] for row in self._dashboard.alive_nodes()}
+                for rank, report in self.reports.items():
+                    if report.address in self.alive:
+                        self.missed[rank] = 0
+                    elif rank in self.missed and self.was_ready:
+                        self.missed[rank] += 1
             self._asked_at = time.monotonic()
         # Before this node is registered, `ray start` of a worker soon gives up.
-        if self._head is not None and self.view.address in self.view.alive:
+        if self._head is not None and self.address in self.alive:
             self.publish(ray=self._head)
-        self._write_units()
-
-    def _write_units(self) -> None:
-        """Write the ``worker_units`` of Ray's living nodes, which NeMo-RL's scripts watch."""
-        units = self.settings.worker_units * len(self._members())
+        # NeMo-RL's scripts watch the resource of Ray's living nodes.
+        units = self.settings.worker_units * self._members
         if units != self._written_units:
             with suppress(OSError):  # the next turn tries again
                 write_file(os.path.join(self.settings.logs, "ray_worker_units"), f"{units}\n")
                 self._written_units = units
 
-    def _members(self) -> List[str]:
-        """The addresses of this cluster's nodes that Ray counts as alive."""
-        addresses = [report.address for report in self.view.reports.values()]
-        return [address for address in addresses if address in self.view.alive]
+    @property
+    def _members(self) -> int:
+        """The number of this cluster's nodes that Ray counts as alive."""
+        return sum(report.address in self.alive for report in self.reports.values())
 
     def _authorize(self) -> str:
         """The token for one more request, before which this node shows that it lives."""
@@ -203,8 +167,7 @@ class Head(NodeProgram):
         return self._token
 
     def _publish_ready(self, head: HeadAddress) -> None:
-        nodes = len(self._members())
-        self.say(f"Ray is ready: {nodes} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
+        self.say(f"Ray is ready: {self._members} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
         if self.settings.cluster:
             # NeMo-Run reads this file, and takes its presence for readiness.
             row = {
@@ -214,42 +177,40 @@ class Head(NodeProgram):
                 "job": self.settings.job,
             }
             write_file(self._info, json.dumps(row, indent=2) + "\n")
-        names = {"RAY_TEMP_DIR": self.settings.temp_dir}
-        names.update((name, str(port)) for name, port in self._ports.items())
-        self.folder.publish_ready(head, driver_environment(self.ray_env(), head), names)
+        names = {name: str(port) for name, port in self._ports.items()}
+        names["RAY_TEMP_DIR"] = self.settings.temp_dir
+        self.folder.publish_ready(head, driver_environment(self.ray_env, head), names)
 
     def _driver_end(self) -> Optional[RunEnd]:
         """The end of the driver, which is started when the job's script names it."""
-        if self._driver is not None:
-            code, ending = self._driver.code, self._driver.ending
-            return None if code is None else RunEnd(code, f"the driver: {ending}")
+        code = None if self._driver is None else self._driver.code
         elsewhere, command = self.folder.text("driver_exit_code"), self.folder.text("command")
         if elsewhere is not None:
-            return RunEnd(int(elsewhere), f"the driver: {describe_exit(int(elsewhere))}")
-        if command is not None and self._head is not None:
-            env = self.ray_env()
-            env.update(driver_environment(env, self._head))
-            if not self.settings.driver_gpus:
+            code = int(elsewhere)
+        if code is not None:
+            ending = describe_exit(code) if self._driver is None else self._driver.ending
+            return RunEnd(code, f"the driver: {ending}")
+        if self._driver is None and command is not None and self._head is not None:
+            env = {**self.ray_env, **driver_environment(self.ray_env, self._head)}
+            if self.env.get("NEMO_RUN_RAY_DRIVER_GPUS") != "1":
                 env["CUDA_VISIBLE_DEVICES"] = ""  # Ray gives GPUs to tasks; NeMo-Run: `--gpus=0`
-            cwd = self.folder.text("workdir") or None
-            log = self.settings.log("job")
+            cwd, log = self.folder.text("workdir") or None, self.settings.log("job")
             self._driver = self.start(["bash", "-c", command], log, env, cwd)
         return None
 
 
-def decide(settings: Settings, view: ClusterView, elapsed_s: float) -> Tuple[str, str]:
+def decide(head: Head, elapsed_s: float) -> Tuple[str, str]:
     """Say what the cluster waits for, and why it has failed; empty texts while it can be used.
 
     Args:
-        settings: of the head.
-        view: of the head.
-        elapsed_s: since the head's program began.
+        head: as far as it has looked.
+        elapsed_s: since its program began.
     """
-    why = _failure(settings, view)
-    waiting = "" if why or view.was_ready else _missing(settings, view)
+    settings, why = head.settings, _failure(head)
+    waiting = "" if why or head.was_ready else _missing(head)
     if not waiting:
         return "", why
-    absent = [settings.host_of(rank) for rank in range(settings.nodes) if rank not in view.reports]
+    absent = [settings.host_of(rank) for rank in range(settings.nodes) if rank not in head.reports]
     if elapsed_s >= settings.share_limit_s and _too_few(settings, absent):
         more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
         return "", (
@@ -265,67 +226,57 @@ def decide(settings: Settings, view: ClusterView, elapsed_s: float) -> Tuple[str
     return waiting, ""
 
 
-def _failure(settings: Settings, view: ClusterView) -> str:
+def _failure(head: Head) -> str:
     """The reason why the cluster cannot continue; empty while it can."""
-    failed = {rank for rank, report in view.reports.items() if report.failed}
+    settings, reports = head.settings, head.reports
+    failed = {rank for rank, report in reports.items() if report.failed}
     is_needed = settings.fail_fast
-    if not view.was_ready:  # only if too few workers remain
-        lost = (failed | view.dead) - {0}
-        is_needed = settings.nodes - 1 - len(lost) < settings.min_workers
-    for rank in sorted(failed):
-        if rank == 0 or is_needed:
-            return view.reports[rank].failed
+    if not head.was_ready:  # only if too few workers remain
+        is_needed = _too_few(settings, failed | head.dead)
     if not is_needed:
         return ""
-    for rank in sorted(view.dead):
+    for rank in sorted(failed):
+        return reports[rank].failed
+    for rank in sorted(head.dead):
         return (
             f"node {settings.host_of(rank)} (rank {rank}) shows no life: its program writes "
             f"nothing into {settings.run} any more. It has lost its power, its network or its file "
             "system"
         )
-    for rank, count in sorted(view.missed.items()):
-        if count >= LOST_AFTER and rank in view.reports:
-            lost_node = view.reports[rank]
+    for rank, count in sorted(head.missed.items()):
+        if count >= LOST_AFTER:
+            lost = reports[rank]
             return (
-                f"node {lost_node.host} (rank {rank}) was lost: Ray does not count "
-                f"{lost_node.address} as alive any more. Its log: {lost_node.log}"
+                f"node {lost.host} (rank {rank}) was lost: Ray does not count {lost.address} as "
+                f"alive any more. Its log: {lost.log}"
             )
     return ""
 
 
-def _missing(settings: Settings, view: ClusterView) -> str:
+def _missing(head: Head) -> str:
     """A phrase for what the cluster lacks to be ready; empty if nothing is missing."""
-    if not view.address:
-        return f"the head {settings.host} waits for workers that reach it"
-    details = _details(view.reports.get(0) or NodeReport(settings.host, log=settings.node_log))
-    if view.address not in view.alive:
-        return f"Ray on {settings.host} (the head) is not up yet{details}"
-    late = []
-    for rank in range(1, settings.nodes):
-        report = view.reports.get(rank)
+    settings, late = head.settings, {}
+    for rank in range(settings.nodes):
+        report = head.reports.get(rank)
         if report is None:
-            late.append(f"{settings.host_of(rank)}, which has not begun")
-        elif report.address not in view.alive:
-            late.append(report.host + _details(report))
+            late[rank] = f"{settings.host_of(rank)}, which has not begun"
+        elif report.address not in head.alive:
+            given_up = f", where Ray itself has given up: {report.retried}"
+            late[rank] = report.host + (given_up if report.retried else f" (log: {report.log})")
+    if 0 in late:
+        return f"Ray on the head is not up yet: {late[0]}"
     if _too_few(settings, late):
-        return f"workers that have not joined: {'; '.join(late[:_LISTED])}"
+        return f"workers that have not joined: {'; '.join([*late.values()][:_LISTED])}"
     slow = [
-        f"{sidecar.name} on {report.host} (log: {settings.sidecar_log(sidecar, rank, report.host)})"
-        for rank, report in sorted(view.reports.items())
+        f"{sidecar.name} on {report.host}"
+        for rank, report in sorted(head.reports.items())
+        # A node that the cluster may be ready without is not waited for.
+        if rank not in late and rank not in head.dead
         for sidecar in settings.sidecars
         if (rank == 0 or sidecar.everywhere) and sidecar.name not in report.ready
-        # A node that the cluster may be ready without is not waited for.
-        if rank == 0 or (report.address in view.alive and rank not in view.dead)
     ]
     return f"sidecars that are not ready: {'; '.join(slow[:_LISTED])}" if slow else ""
 
 
-def _too_few(settings: Settings, lacking: List[str]) -> bool:
-    return settings.nodes - 1 - len(lacking) < settings.min_workers
-
-
-def _details(report: NodeReport) -> str:
-    """More about a node whose Ray is not up."""
-    if report.retried:
-        return f", where Ray itself has given up: {report.retried}"
-    return f" (log: {report.log})" if report.log else ""
+def _too_few(settings: Settings, lacking: Sized) -> bool:
+    return bool(settings.nodes - 1 - len(lacking) < settings.min_workers)

@@ -9,7 +9,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..dashboard import DASHBOARD, EMBEDDED
 from ..files import ENDS_AT, LASTS_S, RENEWS, own_folder, write_file
@@ -26,11 +26,8 @@ from .folder import (
     RunFolder,
     keep_job_logs,
 )
-from .network import Ports, reachable, way_to
-from .settings import NODE_PORTS, SANDBOX, CannotContinue, Settings
-
-if TYPE_CHECKING:
-    from ..node.probe import Probing  # most nodes do without it
+from .network import choose_ports, way_to
+from .settings import SANDBOX, CannotContinue, Settings
 
 #: Seconds of one turn of the loop.
 TURN_S = 0.25
@@ -43,10 +40,9 @@ _RETRY_S = 5.0
 #: Seconds that the head waits at the end until the others have ended their processes. The job's
 #: script waits for the head 5 s longer.
 _LEAVE_S = 20.0
-#: Seconds in which a worker that reaches no address of the head tries again.
-_DISCOVERY_S = 30.0
 _NOT_FOUND = 127
 _TEMP_ROOT = "/tmp"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 #: Copies what has changed in Ray's logs, once or with pauses. A process of its own does it, so that
 #: a node still shows that it lives: the folder may be slow, and the logs large. A copy that breaks
 #: off leaves a torn file that is newer than its log: all are copied again after it.
@@ -68,11 +64,21 @@ while sleep "$3"; do copy "$1" "$2"; done
 #: Variables that would lead Ray, or a driver, to another cluster, or describe that.
 _FOREIGN = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD}
 _FOREIGN |= {EMBEDDED, ENDS_AT, LASTS_S, RENEWS}
-#: Prefixes of PMI's variables, and Slurm's variables of a step: counts, ranks and lists of nodes.
+#: Prefixes of PMI's variables, and the values of Slurm's counts and ranks of a step for a program
+#: that is no rank of it.
 _PMI = ("PMI_", "PMI2_", "PMIX_", "SLURM_PMI", "SLURM_PMIX")
-_COUNTS = ["SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_TASKS_PER_NODE"]
-_COUNTS += ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"]
-_RANKS = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
+_ALONE = {
+    "SLURM_NTASKS": "1",
+    "SLURM_NPROCS": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+}
 #: Prefixes of variables by which an MPI in one of Ray's workers takes it for a rank of the step,
 #: and the variables among them that only name Slurm's cluster.
 _OF_STEP = ("SLURM_", "OMPI_", "MPI_", "PMI_", "PMI2_", "PMIX_")
@@ -94,15 +100,12 @@ class NodeProgram(ABC):
     def __init__(
         self, settings: Settings, folder: RunFolder, tag: str, env: Mapping[str, str]
     ) -> None:
-        self.settings = settings
-        self.folder = folder
-        self.env = env
+        self.settings, self.folder, self.env, self._tag = settings, folder, env, tag
         self.children = Supervisor()
         self.report = NodeReport(host=settings.host, log=settings.node_log)
-        self._tag = tag
         self._published: Optional[NodeReport] = None
-        number = settings.job.partition(".")[0]
-        self.ports = Ports(settings.ports, settings.is_head, int(number))
+        #: The environment of Ray on this node, and of what runs beside it.
+        self.ray_env = ray_environment(env, settings, folder.file("token"))
         self.ray: Optional[Child] = None
         #: Ranks whose life this node depends on, and those among them that show none.
         self.watched: Set[int] = {0}
@@ -111,11 +114,10 @@ class NodeProgram(ABC):
         self.began = time.monotonic()
         self._restart_at: Optional[float] = None
         self._temp_lock: Optional[int] = None  # held as long as this process lives
-        self._sidecars: List[Tuple[str, Optional[Child], str, Optional[Probing]]] = []
+        self._sidecars: List[Tuple[str, Optional[Child], str, Any]] = []
         self._copies: List[Child] = []
-        self._logs: Set[str] = set()
         self.leaves_at = float("inf")
-        self._beaten_at = float("-inf")
+        self._beaten_at = self._looked_at = float("-inf")
         #: In this turn the files that seldom change are read.
         self.looks = True
 
@@ -124,14 +126,31 @@ class NodeProgram(ABC):
         """One turn of the loop; the end when the run is over."""
 
     @abstractmethod
-    def ray_start_argv(self) -> List[str]:
-        """``ray start`` with all its options, for the next try."""
+    def ray_start_argv(self, ports: Mapping[str, int]) -> List[str]:
+        """``ray start`` with the options that this kind of node has, for the next try."""
 
     def run(self, runner: Runner) -> int:
         """Take part until the run is over; the exit code of this node's task."""
         try:
             self._begin()
-            end = self._loop(runner)
+            end: Optional[RunEnd] = None
+            while end is None:
+                self.beat()
+                self.children.reap()
+                self._watch_sidecars()
+                self.publish()
+                self.looks = time.monotonic() - self._looked_at >= LOOK_S
+                if self.looks:
+                    self._looked_at = time.monotonic()
+                end = self.step()
+                time.sleep(TURN_S)
+                order = runner.order()
+                if order == b"":
+                    raise CannotContinue("the watchdog of this node's processes was killed")
+                if order is not None and end is None:
+                    is_late = time.time() + 1 >= (self.settings.ends_at or float("inf"))
+                    limit, scancel = "Slurm's time limit has ended the job", "the job was cancelled"
+                    end = RunEnd(143, limit if is_late else scancel)
         except Exception as error:  # whatever it is, this node ends its processes
             kind = "" if isinstance(error, CannotContinue) else f"{type(error).__name__}: "
             end = failure(self.settings, f"{kind}{error}")
@@ -158,15 +177,16 @@ class NodeProgram(ABC):
     def start(
         self, argv: Sequence[str], log: str, env: Mapping[str, str], cwd: Optional[str] = None
     ) -> Child:
-        """Start a command. Its log may be that of another job, so the first one truncates it."""
-        mode = "ab" if log in self._logs else "wb"
-        self._logs.add(log)
-        with open(log, mode) as output:
+        with open(log, "ab") as output:
             return self.children.add(Child(argv, {**env, TAG: self._tag}, cwd, output))
 
     def _copy_logs(self, pause_s: object) -> Child:
-        argv = ["sh", "-c", _COPY, "copy", self.settings.temp_dir, self.settings.ray_logs]
-        return self.start([*argv, str(pause_s)], os.devnull, os.environ)
+        """Copy Ray's own logs on this node to where NeMo-RL has them."""
+        folder = os.path.join(
+            self.settings.logs, "ray", self.settings.host if self.settings.rank else ""
+        )
+        argv = ["sh", "-c", _COPY, "copy", self.settings.temp_dir, folder, str(pause_s)]
+        return self.start(argv, os.devnull, os.environ)
 
     def end_ray(self) -> None:
         """End Ray on this node, before it is started again."""
@@ -185,10 +205,6 @@ class NodeProgram(ABC):
         """Write a line into the job's own log."""
         say(f"{self.settings.host}: {text}")
 
-    def ray_env(self) -> Dict[str, str]:
-        """The environment of Ray on this node, and of what runs beside it."""
-        return ray_environment(self.env, self.settings, self.folder.file("token"))
-
     def start_ray(self) -> None:
         """Start Ray on this node.
 
@@ -197,9 +213,20 @@ class NodeProgram(ABC):
         """
         self.starts += 1
         self._restart_at = None
-        argv, env = self.ray_start_argv(), self.ray_env()
-        argv = with_pre_start(argv, self.settings.pre_start, env)
-        self.ray = self.start(argv, self.settings.node_log, env)
+        settings = self.settings
+        ports = choose_ports(settings.ports, not settings.rank, int(settings.job.split(".")[0]))
+        argv = self.ray_start_argv(ports)
+        argv += [f"--{name.lower().replace('_', '-')}={port}" for name, port in ports.items()]
+        # The second one is how NeMo-RL sees that Slurm has started its Ray.
+        resources = {"worker_units": settings.worker_units, "slurm_managed_ray_cluster": 1}
+        argv += [f"--resources={json.dumps(resources)}", "--disable-usage-stats", "--block"]
+        if settings.cpus is not None:
+            # Ray counts the CPUs of the machine, which may not all be the job's.
+            argv.append(f"--num-cpus={settings.cpus}")
+        if self.env.get("RAY_DEBUG") == "legacy":
+            argv.append("--ray-debugger-external")
+        argv = with_pre_start(argv, self.env.get("NEMO_RUN_RAY_PRE_START", ""), self.ray_env)
+        self.ray = self.start(argv, settings.node_log, self.ray_env)
 
     def watch_ray(self) -> None:
         """Start Ray again when it has ended before the cluster was ready.
@@ -213,12 +240,11 @@ class NodeProgram(ABC):
         # Once the run is over, Ray has a reason to end.
         if self.ray is None or self.ray.code is None or self.folder.end() is not None:
             return
-        log = self.settings.node_log
-        how = f"has ended: {self.ray.ending}"
-        if self.ray.code == _NOT_FOUND:
-            how += ": there is no program 'ray', or none that a command before it needs"
-        how += f". Its log, {log}, ends with:{_tail(log)}"
-        if self.ray.code == _NOT_FOUND or self.folder.text(READY) is not None:
+        is_missing = self.ray.code == _NOT_FOUND
+        missing = ": there is no program 'ray', or none that a command before it needs"
+        how = f"has ended: {self.ray.ending}{missing if is_missing else ''}"
+        how += _log_end(self.settings.node_log)
+        if is_missing or self.folder.text(READY) is not None:
             raise CannotContinue(f"Ray {how}")
         if self._restart_at is None:
             self.say(f"`ray start` has ended: {self.ray.ending}. It is started again.")
@@ -230,48 +256,35 @@ class NodeProgram(ABC):
 
     def _begin(self) -> None:
         """Start what comes before Ray."""
+        settings = self.settings
         while self.folder.text("job") is None:
-            if time.monotonic() - self.began >= self.settings.share_limit_s:
+            if time.monotonic() - self.began >= settings.share_limit_s:
                 raise CannotContinue(
-                    f"the folder {self.settings.run} is not shared: this node has not seen within "
-                    f"{self.settings.share_limit_s:g} s what the job's script has written there"
+                    f"the folder {settings.run} is not shared: this node has not seen within "
+                    f"{settings.share_limit_s:g} s what the job's script has written there"
                 )
             time.sleep(TURN_S)
         self.folder.prepare()
-        os.makedirs(self.settings.logs, exist_ok=True)
+        os.makedirs(settings.logs, exist_ok=True)
         self.folder.beat()
         if not self.env.get("RAY_TEMP_DIR"):
-            self._temp_lock = make_private(os.path.dirname(self.settings.temp_dir))
-        os.makedirs(self.settings.temp_dir, exist_ok=True)
-        if self.settings.log_sync_s is not None:
-            self._copies.append(self._copy_logs(self.settings.log_sync_s))
-        self._start_sidecars()
+            self._temp_lock = make_private(os.path.dirname(settings.temp_dir))
+        os.makedirs(settings.temp_dir, exist_ok=True)
+        if settings.log_sync_s is not None:
+            self._copies.append(self._copy_logs(settings.log_sync_s))
+        for sidecar in settings.sidecars:
+            log = settings.log(f"{sidecar.name}-{settings.host}")
+            if sidecar.name == SANDBOX and settings.sandbox_ports:  # where NeMo-RL looks for it
+                log = os.path.join(settings.sandbox_ports, f"sandbox-{settings.rank}.log")
+            env = {**self.ray_env, **sidecar.env}
+            child, probing = None, None
+            if sidecar.command:
+                child = self.start(["bash", "-c", sidecar.command], log, env)
+            if sidecar.probe is not None:
+                from ..node.probe import Probing  # most nodes do without it
 
-    def _loop(self, runner: Runner) -> RunEnd:
-        looked_at = float("-inf")
-        while True:
-            order = runner.order()
-            if order is not None:
-                return self._cancelled(order)
-            self.beat()
-            self.children.reap()
-            self._watch_sidecars()
-            self.publish()
-            self.looks = time.monotonic() - looked_at >= LOOK_S
-            if self.looks:
-                looked_at = time.monotonic()
-            end = self.step()
-            if end is not None:
-                return end
-            time.sleep(TURN_S)
-
-    def _cancelled(self, order: bytes) -> RunEnd:
-        """Slurm, or another process, asks this program to end."""
-        if not order:
-            raise CannotContinue("the watchdog of this node's processes was killed")
-        is_late = time.time() + 1 >= (self.settings.ends_at or float("inf"))
-        limit, cancelled = "Slurm's time limit has ended the job", "the job was cancelled"
-        return RunEnd(143, limit if is_late else cancelled)
+                probing = Probing(sidecar.probe, "127.0.0.1", {}, {**env, TAG: self._tag})
+            self._sidecars.append((sidecar.name, child, log, probing))
 
     def beat(self) -> None:
         """Show that this node lives, and look at those that it depends on, after a pause."""
@@ -281,19 +294,6 @@ class NodeProgram(ABC):
                 self.folder.beat()
             self.dead = self.folder.silent(self.watched)
 
-    def _start_sidecars(self) -> None:
-        for sidecar in self.settings.sidecars:
-            log = self.settings.sidecar_log(sidecar, self.settings.rank, self.settings.host)
-            env = {**self.ray_env(), **sidecar.env}
-            child, probing = None, None
-            if sidecar.command:
-                child = self.start(["bash", "-c", sidecar.command], log, env)
-            if sidecar.probe is not None:
-                from ..node.probe import Probing
-
-                probing = Probing(sidecar.probe, "127.0.0.1", {}, {**env, TAG: self._tag})
-            self._sidecars.append((sidecar.name, child, log, probing))
-
     def _watch_sidecars(self) -> None:
         """Ask the probes.
 
@@ -301,36 +301,27 @@ class NodeProgram(ABC):
             CannotContinue: a sidecar has died, or is not ready in time.
         """
         for name, child, log, probing in self._sidecars:
-            why = ""
+            is_ready, why = name in self.report.ready, ""
             if child is not None and child.code is not None:
-                when = "" if name in self.report.ready else " before it was ready"
-                why = f"has ended{when}: {child.ending}"
-            elif name not in self.report.ready:
-                answer = probing.step() if probing is not None else ""
+                why = f"has ended{'' if is_ready else ' before it was ready'}: {child.ending}"
+            elif not is_ready:
+                answer = "" if probing is None else probing.step()
+                why = f"is {answer}" if answer else ""
                 if answer == "":
-                    self._sidecar_is_ready(name)
-                elif answer is not None:
-                    why = f"is {answer}"
+                    self.publish(ready=(*self.report.ready, name))
+                    if name == SANDBOX and self.settings.sandbox_ports:
+                        ready = f"SANDBOX_READY_{self.settings.host}"
+                        with suppress(OSError):  # for others to read; we have our own file
+                            write_file(os.path.join(self.settings.sandbox_ports, ready), "")
             if why:
-                raise CannotContinue(
-                    f"the sidecar {name} {why}. Its log, {log}, ends with:{_tail(log)}"
-                )
-
-    def _sidecar_is_ready(self, name: str) -> None:
-        self.publish(ready=(*self.report.ready, name))
-        folder = self.settings.sandbox_ports
-        if name == SANDBOX and folder:
-            with suppress(OSError):  # for others to read; we have our own file
-                write_file(os.path.join(folder, f"SANDBOX_READY_{self.settings.host}"), "")
+                raise CannotContinue(f"the sidecar {name} {why}{_log_end(log)}")
 
 
 class Worker(NodeProgram):
     """A node that is not the head: it joins the head's Ray, and stays while the head lives."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._head: Optional[HeadAddress] = None
-        self._address = ""
+    _head: Optional[HeadAddress] = None
+    _address = ""
 
     def step(self) -> Optional[RunEnd]:
         if 0 in self.dead:
@@ -346,10 +337,9 @@ class Worker(NodeProgram):
         self.watch_ray()
         return None
 
-    def ray_start_argv(self) -> List[str]:
+    def ray_start_argv(self, ports: Mapping[str, int]) -> List[str]:
         assert self._head is not None
-        argv = ["ray", "start", f"--address={self._head.gcs}", f"--node-ip-address={self._address}"]
-        return argv + node_options(self.settings, self.ports.choose())
+        return ["ray", "start", f"--address={self._head.gcs}", f"--node-ip-address={self._address}"]
 
     def leave(self, end: RunEnd) -> int:
         if self.folder.end() is None:
@@ -363,17 +353,12 @@ class Worker(NodeProgram):
 
         A `ray start` that waits for the Ray before, or has joined it, would not notice for minutes.
         """
-        elapsed_s = time.monotonic() - self.began
         if head is None:
             # A head that has begun gives the start up itself, and knows why.
-            if self._head is None and elapsed_s >= self.settings.start_limit_s:
-                raise CannotContinue(f"no head was there within {self.settings.start_limit_s:g} s")
-            return
-        if self.report.reached is None and head.test_port:
-            reached = reachable(head.candidates, head.test_port)
-            if reached or elapsed_s >= _DISCOVERY_S:
-                self.publish(reached=reached)
-        if head.ray and HeadAddress(*head.ray) != self._head:
+            limit_s = self.settings.start_limit_s
+            if self._head is None and time.monotonic() - self.began >= limit_s:
+                raise CannotContinue(f"no head was there within {limit_s:g} s")
+        elif head.ray and HeadAddress(*head.ray) != self._head:
             if self._head is not None:
                 self.say("The head has started Ray again, and so does this node.")
                 self.end_ray()
@@ -408,45 +393,23 @@ def make_private(path: str) -> int:
     """
     import shutil  # the first files of the other nodes are there by now
 
-    def hold(path: str, how: int) -> int:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(folder, how)
-        except OSError:
-            os.close(folder)
-            raise
-        return folder
-
     for name in os.listdir(_TEMP_ROOT):
         if name.startswith(f"nrr-{os.getuid()}-"):
             with suppress(OSError):  # its program lives, or another one has just removed it
-                old = hold(os.path.join(_TEMP_ROOT, name), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(os.path.join(_TEMP_ROOT, name), ignore_errors=True)
-                os.close(old)  # another job's program may wait for it
-    while True:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        if os.lstat(path).st_uid != os.getuid():
-            raise CannotContinue(
-                f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
-            )
-        with suppress(FileNotFoundError):  # another program has just removed it
-            held = hold(path, fcntl.LOCK_SH)
-            if os.path.samestat(os.fstat(held), os.lstat(path)):
-                return held
-
-
-def node_options(settings: Settings, ports: Mapping[str, int]) -> List[str]:
-    """The options of ``ray start`` that every node has."""
-    # The second one is how NeMo-RL sees that Slurm has started its Ray.
-    resources = {"worker_units": settings.worker_units, "slurm_managed_ray_cluster": 1}
-    options = [f"--{option}={ports[name]}" for name, option in NODE_PORTS.items()]
-    options += [f"--resources={json.dumps(resources)}", "--disable-usage-stats", "--block"]
-    if settings.cpus is not None:
-        # Ray counts the CPUs of the machine, which may not all be the job's.
-        options.append(f"--num-cpus={settings.cpus}")
-    if settings.debugger:
-        options.append("--ray-debugger-external")
-    return options
+                old = os.open(os.path.join(_TEMP_ROOT, name), _FOLDER)
+                try:
+                    fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(os.path.join(_TEMP_ROOT, name), ignore_errors=True)
+                finally:
+                    os.close(old)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    if os.lstat(path).st_uid != os.getuid():
+        raise CannotContinue(
+            f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
+        )
+    held = os.open(path, _FOLDER)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    return held
 
 
 def with_pre_start(argv: List[str], pre_start: str, env: Mapping[str, str]) -> List[str]:
@@ -466,15 +429,12 @@ def ray_environment(base: Mapping[str, str], settings: Settings, token_path: str
     program one rank of many: the step has a task on every node, and MPI, Lightning and NVSHMEM
     would wait for the others.
     """
+    alone = {**_ALONE, "SLURM_STEP_NODELIST": settings.host}
     env = {
-        name: value
+        name: alone.get(name, value)
         for name, value in base.items()
         if name not in _FOREIGN and not name.startswith(_PMI)
     }
-    env.update((name, "1") for name in _COUNTS if name in env)
-    env.update((name, "0") for name in _RANKS if name in env)
-    if "SLURM_STEP_NODELIST" in env:
-        env["SLURM_STEP_NODELIST"] = settings.host
     env.setdefault("RAY_AUTH_MODE", "token")
     if env["RAY_AUTH_MODE"] == "token":
         env["RAY_AUTH_TOKEN_PATH"] = token_path
@@ -492,11 +452,11 @@ def driver_environment(ray_env: Mapping[str, str], head: HeadAddress) -> Dict[st
     return {**env, "RAY_ADDRESS": head.gcs, "RAY_API_SERVER_ADDRESS": head.dashboard}
 
 
-def _tail(path: str) -> str:
-    """The last lines of a log, each behind ``| ``; empty without a log."""
+def _log_end(path: str) -> str:
+    """The last lines of a log as the end of a sentence, each behind ``| ``; empty without a log."""
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
         lines = file.read().decode(errors="replace").split("\n")
         lines = [line.rstrip() for line in lines if line.strip()][-_TAIL_LINES:]
-        return "".join(f"\n    | {line}" for line in lines)
+        return "\n    | ".join([f". Its log, {path}, ends with:", *lines])
     return ""

@@ -293,12 +293,12 @@ def test_a_ray_that_does_not_come_up_is_tried_once_more(world):
 
 
 def test_a_dispatcher_knows_when_its_allocation_ends(world):
-    env = world.allocation().ray_env()
+    env = world.allocation().ray_env
     assert time_left(env, 9_100.0) == TimeLeft(800.0, 870.0, True)
-    env = world.allocation(renew=False).ray_env()
+    env = world.allocation(renew=False).ray_env
     assert time_left(env, 9_100.0) == TimeLeft(900.0, 970.0, False)
-    assert world.allocation(ends_at=None).ray_env() == {}
-    assert Allocation(world.settings(allocation="")).ray_env() == {}, "NeMo-Run's own cluster"
+    assert world.allocation(ends_at=None).ray_env == {}
+    assert Allocation(world.settings(allocation="")).ray_env == {}, "NeMo-Run's own cluster"
 
 
 @pytest.mark.parametrize("is_taken", [False, True], ids=["free", "started by a client"])

@@ -23,9 +23,9 @@ def test_what_one_node_says_the_others_read(tmp_path):
     assert head.reports() == {}
     head.prepare()
     worker.prepare()
-    worker.publish_report(NodeReport(host="n2", reached=["10.0.0.1"], left=True))
+    worker.publish_report(NodeReport(host="n2", failed="no Ray", left=True))
     (report,) = head.reports().values()
-    assert (report.host, report.reached, report.left) == ("n2", ["10.0.0.1"], True)
+    assert (report.host, report.failed, report.left) == ("n2", "no Ray", True)
     assert worker.report_of(0) is None
     head.publish_report(NodeReport(host="n1", ray=_HEAD))
     assert HeadAddress(*worker.report_of(0).ray) == _HEAD

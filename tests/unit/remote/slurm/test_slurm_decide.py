@@ -1,11 +1,12 @@
 """When the head calls a cluster ready, and when it gives it up."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_run_ray.remote.slurm.folder import NodeReport
-from nemo_run_ray.remote.slurm.head import LOST_AFTER, ClusterView, decide
+from nemo_run_ray.remote.slurm.head import LOST_AFTER, decide
 from nemo_run_ray.remote.slurm.settings import Settings, SidecarSpec
 
 _ENV = {
@@ -36,19 +37,16 @@ _RETRIED = {**_REPORTS, 2: _REPORTS[2]._replace(retried="try 2 of `ray start` ha
 
 def _decide(view: dict, elapsed_s: float = 20, **fields) -> tuple[str, str]:
     """About a whole cluster, with these changes."""
-    found = ClusterView()
     alive = {report.address for report in _REPORTS.values()}
-    values = {"reports": _REPORTS, "address": "10.0.0.0", "alive": alive, **view}
-    for name, value in values.items():
-        setattr(found, name, value)
-    return decide(settings_with(**fields), found, elapsed_s)
+    values = {"reports": _REPORTS, "alive": alive, "dead": set(), "missed": {}, "was_ready": False}
+    head = SimpleNamespace(settings=settings_with(**fields), **{**values, **view})
+    return decide(head, elapsed_s)
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"address": "", "alive": set()}, "waits for workers that reach it"),
-        ({"alive": set()}, r"Ray on n1 \(the head\) is not up yet \(log: /logs/0\)"),
+        ({"alive": set()}, r"Ray on the head is not up yet: n1 \(log: /logs/0\)"),
         (
             {"alive": {"10.0.0.0", "10.0.0.1"}, "reports": _RETRIED},
             "n3, where Ray itself has given up: try 2 of",
@@ -78,12 +76,6 @@ _DEAD = {"dead": {2}}
 _LOST = {"missed": {2: LOST_AFTER}, "was_ready": True}
 _LATER = {"was_ready": True}
 _ONE_WORKER, _ANY = {"min_workers": 1}, {"fail_fast": False}
-_HEAD = {
-    "reports": {
-        **_REPORTS,
-        0: _REPORTS[0]._replace(failed="n1 (rank 0): the sidecar box has ended"),
-    }
-}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +96,6 @@ _HEAD = {
         (_ANY, {**_FAILED, **_LATER}, ""),
         (_ANY, {**_DEAD, **_LATER}, ""),
         (_ANY, _LOST, ""),
-        (_ANY, {**_HEAD, **_LATER}, "n1 (rank 0): the sidecar box"),
     ],
 )
 def test_when_a_cluster_is_ready_and_when_it_has_failed(settings, changes, why):

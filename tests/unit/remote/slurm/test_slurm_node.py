@@ -51,8 +51,8 @@ def begin(tmp_path, monkeypatch) -> Callable[..., Any]:
     monkeypatch.setattr(node, "LOOK_S", 0.0)
     monkeypatch.setattr(node, "Supervisor", _Children)
     monkeypatch.setattr(node, "Child", _Child)
-    monkeypatch.setattr(head_module, "head_addresses", lambda *_: ["127.0.0.1"])
-    monkeypatch.setattr(head_module, "reachable", lambda *_: ["127.0.0.1"])
+    monkeypatch.setattr(head_module, "head_address", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(head_module, "is_reachable", lambda *_: True)
 
     def begin(kind: Any, rank: int, **variables: str) -> Any:
         slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURMD_NODENAME": "n"}
@@ -85,11 +85,11 @@ def test_workers_learn_of_a_head_that_is_registered(begin):
     head = begin(Head, 0)
     assert head.step() is None
     assert head.report.ray == (), "its GCS listens, and that is all"
-    head.view.alive = {"127.0.0.1"}
+    head.alive = {"127.0.0.1"}
     assert head.step() is None
     first = HeadAddress(*head.folder.report_of(0).ray)
     _fail(head)
-    head.view.alive = {"127.0.0.1"}
+    head.alive = {"127.0.0.1"}
     assert head.step() is None
     again = HeadAddress(*head.folder.report_of(0).ray)
     assert again == first._replace(start=2), "the ports are the same"
@@ -134,7 +134,7 @@ def test_the_units_of_the_living_nodes_are_written_at_every_change(begin, tmp_pa
     written = []
     for alive in ({"127.0.0.1"}, {"127.0.0.1", "10.0.0.1"}, {"127.0.0.1"}):
         head.step()
-        head.view.alive = alive
+        head.alive = alive
         head.step()
         written.append((tmp_path / "ray_worker_units").read_text())
     assert written == ["1\n", "2\n", "1\n"]

@@ -55,22 +55,19 @@ def test_ports_and_choices_of_the_user():
         NEMO_RUN_RAY_FAIL_FAST="0",
         RAY_HEAD_START_TIMEOUT="30",
         RAY_LOG_SYNC_FREQUENCY="15",
-        RAY_DEBUG="legacy",
     )
     assert dict(found.ports) == {"NODE_MANAGER_PORT": 53001, "PORT": 6380}
     assert found.temp_dir == "/ray-cluster"
     assert (found.min_workers, found.fail_fast) == (4, False)
-    assert (found.start_limit_s, found.log_sync_s, found.debugger) == (30, 15, True)
+    assert (found.start_limit_s, found.log_sync_s) == (30, 15)
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"PORT": "six"}, "PORT is 'six'; expected is a whole number from 0"),
-        ({"PORT": "70000"}, "PORT is 70000; expected is a port from 1 to 65535"),
+        ({"PORT": "six"}, "PORT is 'six'; expected is a port"),
+        ({"PORT": "70000"}, "PORT is '70000'; expected is a port from 1 to 65535"),
         ({"NEMO_RUN_RAY_MIN_WORKERS": "-1"}, "NEMO_RUN_RAY_MIN_WORKERS is '-1'"),
-        ({"NEMO_RUN_RAY_SIDECARS": "{"}, "NEMO_RUN_RAY_SIDECARS cannot be read"),
-        ({"NEMO_RUN_RAY_SIDECARS": '[{"nam": "x"}]'}, "NEMO_RUN_RAY_SIDECARS cannot be read"),
         ({"SLURM_PROCID": ""}, "started by `srun`"),
         ({"NEMO_RUN_RAY_RUN": ""}, "started by `srun`"),
     ],
@@ -83,7 +80,7 @@ def test_a_wrong_variable_is_named(variables, message):
 def test_sidecars_of_the_head_and_of_all():
     rows = [
         {"name": "all", "command": "serve", "probe": {"kind": "port", "port": 8000}},
-        {"name": "one", "command": "watch", "everywhere": False},
+        {"name": "one", "command": "watch", "everywhere": False, "probe": None},
     ]
     text = json.dumps(rows)
     assert [one.name for one in _read(NEMO_RUN_RAY_SIDECARS=text).sidecars] == ["all"]
