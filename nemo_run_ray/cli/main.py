@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
+import math
 import os
+import queue
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import webbrowser
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import entry_points
+from functools import partial
+from importlib import metadata
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,12 +43,51 @@ if TYPE_CHECKING:
     from nemo_run_ray.experiment.job import Element, RemoteJob
     from nemo_run_ray.remote.fit import Node
 
-Name = Annotated[str, typer.Argument(help="An experiment's id or title, a handle or a job's id.")]
-Experiment = Annotated[str, typer.Argument(help="Its id or title.")]
+
+def _complete(incomplete: str) -> list[str]:
+    """Titles and ids of experiments, and ids of their jobs, that begin so."""
+    from nemo_run_ray.experiment.find import experiments, jobs_of
+
+    folders = [
+        folder
+        for folder in experiments()
+        if folder.name.startswith(incomplete) or incomplete.startswith(folder.name)
+    ]
+    names = {name for folder in folders for name in (folder.parent.name, folder.name)}
+    if len(folders) == 1:
+        names |= {job.id for job in jobs_of(folders[0])}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _complete_job(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of jobs of the experiment that is named before."""
+    from nemo_run_ray.experiment.find import find
+
+    with contextlib.suppress(NemoRunRayError):
+        names = [job.name for job in find("".join(context.args[:1]))]
+        return [name for name in names if name.startswith(incomplete)]
+    return []
+
+
+_NAME_HELP = "An experiment's id or title, a handle or a job's id."
+Name = Annotated[str, typer.Argument(help=_NAME_HELP, autocompletion=_complete)]
+Experiment = Annotated[str, typer.Argument(help="Its id or title.", autocompletion=_complete)]
+Job = Annotated[
+    str, typer.Option(help="Only this job of an experiment.", autocompletion=_complete_job)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 _FILE = "A cluster file of an embedded Ray, or of one on Slurm."
 _BROKEN = "broken"
 _COLORS = {"ok": "green", "warning": "yellow", _BROKEN: "red", "unknown": "yellow"}
+#: Exit code of ``wait`` when the time is over, as that of the command ``timeout``.
+_TIMEOUT = 124
+#: Lines of each log that are read before those of other jobs are printed.
+_LINES_AHEAD = 1000
+_NS_HELP = """\
+nemo-run-ray ns COMMAND --cluster FILE …
+
+Runs a command of NeMo-Skills with its tasks on Ray: ns eval, ns generate, ns run_cmd, and so on.
+NeMo-Skills is not installed beside nemo_run_ray; install it from its source to use this."""
 _NAME = re.compile(r"[\w-]{1,100}")
 _MASKED = "***"
 _VARIABLE = re.compile(r"\$\{\w+\}")
@@ -63,7 +111,7 @@ def status(
     elements: Annotated[
         str | None, typer.Option(help="Of an array: failed, running, … or 3,7-9.")
     ] = None,
-    job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = "",
+    job: Job = "",
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
     from nemo_run_ray.cli.status_report import observe
@@ -83,27 +131,43 @@ def status(
         raise typer.Exit(report.exit_code)
 
 
-def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
+def _follow_status(jobs: list[RemoteJob], first: StatusReport) -> None:
     """Show the table anew until all jobs have ended."""
+    # A table that follows is cut at the terminal's width, so the last one is printed once more.
+    report = first
+    live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
+    try:
+        with live:
+            for report in _reports(jobs, first):
+                live.update(report.table(time.time()), refresh=True)
+    finally:
+        out.print(report.table(time.time()))
+    _copy_logs(report)
+
+
+def _reports(
+    jobs: Sequence[RemoteJob], report: StatusReport, deadline: float = math.inf
+) -> Iterator[StatusReport]:
+    """Report after report until all jobs have ended, or until a moment of the monotonic clock."""
     from nemo_run_ray.cli.status_report import observe
     from nemo_run_ray.experiment.dispatch import tend
     from nemo_run_ray.experiment.job import record
 
-    # A table that follows is cut at the terminal's width, so the last one is printed once more.
-    live = Live(console=out, auto_refresh=False, transient=True)
-    try:
-        with live:
-            while True:
-                live.update(report.table(time.time()), refresh=True)
-                record(report.seen, report.snapshot, copy_s=0.0)
-                if report.is_over:
-                    break
-                for exp_dir in {job.record.exp_dir for job in jobs}:
-                    tend(exp_dir)
-                time.sleep(_REFRESH_S)
-                report = observe(jobs)
-    finally:
-        out.print(report.table(time.time()))
+    while True:
+        yield report
+        record(report.seen, report.snapshot, copy_s=0.0)
+        left_s = deadline - time.monotonic()
+        if report.is_over or left_s <= 0:
+            return
+        for exp_dir in {job.record.exp_dir for job in jobs}:
+            tend(exp_dir)
+        time.sleep(min(_REFRESH_S, left_s))
+        report = observe(jobs)
+
+
+def _copy_logs(report: StatusReport) -> None:
+    from nemo_run_ray.experiment.job import record
+
     missing = [job for job, status in report.seen if status.state.is_terminal and job.misses_log]
     if missing:
         out.print(f"Copying the logs of {len(missing)} jobs; Ctrl-C leaves them on the cluster.")
@@ -111,14 +175,49 @@ def _follow_status(jobs: list[RemoteJob], report: StatusReport) -> None:
         out.print(problem)
 
 
+def wait(
+    names: Annotated[list[str], typer.Argument(help=_NAME_HELP, autocompletion=_complete)],
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait; exit code 124 after them.", min=0)
+    ] = None,
+) -> None:
+    """Wait until jobs have ended. The exit code says how: see `status --once`."""
+    from nemo_run_ray.cli.status_report import observe
+
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    jobs = [job for name in names for job in _jobs(name)]
+    ended: set[str] = set()
+    for report in _reports(jobs, observe(jobs), deadline):
+        for job, status in report.seen:
+            if status.state.is_terminal and job.id not in ended:
+                ended.add(job.id)
+                message = f": {status.message}" if status.reason.is_trouble else ""
+                out.print(f"{job.name} is {status.state.value}{message}")
+            elif job.never_starts(status):
+                raise JobError(f"The job {job.name!r} will not start. {status.message}")
+    _copy_logs(report)
+    if not report.is_over:
+        running = [job.name for job, status in report.seen if not status.state.is_terminal]
+        print(
+            f"nemo-run-ray: after {timeout:g} s these jobs have not ended: {', '.join(running)}. "
+            "They continue.",
+            file=sys.stderr,
+        )
+        raise typer.Exit(_TIMEOUT)
+    raise typer.Exit(report.exit_code)
+
+
 def timeline(
     experiment: Experiment,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file; without it <title>.html.")
+    ] = None,
 ) -> None:
     """Write a page that shows when each job of an experiment waited, ran and ended."""
     from nemo_run_ray.cli.status_report import timeline_page
 
     jobs = _jobs(experiment)
+    output = output or Path(f"{jobs[0].record.exp_dir.parent.name}.html")
     output.write_text(timeline_page(jobs, time.time()), encoding="utf-8")
     out.print(f"The timeline of {len(jobs)} job(s) is in {output}")
 
@@ -126,7 +225,7 @@ def timeline(
 def logs(
     name: Name,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
-    job: Annotated[str, typer.Option(help="Which job of an experiment.")] = "",
+    job: Job = "",
     role: Annotated[str, typer.Option(help="One role of a group, or role/replica.")] = "",
     element: Annotated[
         int | None, typer.Option(help="One element of an array, from 0.", min=0)
@@ -134,31 +233,65 @@ def logs(
     raw: Annotated[
         bool, typer.Option("--raw", help="With Ray's lines and the package's last one.")
     ] = False,
+    tail: Annotated[
+        int | None, typer.Option(help="Begin with so many lines at the end.", min=0)
+    ] = None,
 ) -> None:
-    """Print the output of a job."""
-    from nemo_run_ray.experiment.logs import lines, of_element, only
+    """Print the output of a job, or of all jobs of an experiment."""
+    from nemo_run_ray.experiment.logs import last_lines, lines, of_element, only
 
-    found = _job(name, job)
-    text = (found.log if raw else found.output)(follow)
-    if element is not None:
-        if not found.record.is_array:
-            raise JobError(f"The job {found.name!r} is no array; leave --element out.")
-        array = found.elements
-        if array and element >= array["elements"]:
-            last = array["elements"] - 1
-            raise JobError(f"The array {found.name!r} has the elements 0 to {last}.")
-        text = of_element(element, lines(text))
-    if role:
-        if not found.record.has_roles:
-            raise JobError(f"The job {found.name!r} is no group; leave --role out.")
-        group = found.roles(found.status)
-        replicas = [f"{row['role']}/{row['replica']}" for row in group["roles"]] if group else []
-        if replicas and not any(role in (one, one.rpartition("/")[0]) for one in replicas):
-            raise JobError(f"The job {found.name!r} has the roles {', '.join(sorted(replicas))}.")
-        text = only(role, lines(text))
-    for piece in text:
+    def text(one: RemoteJob) -> Iterator[str]:
+        read = one.log if raw else one.output
+        found = last_lines(read, tail, follow) if tail is not None else read(follow)
+        if element is not None:
+            found = of_element(element, lines(found))
+        return only(role, lines(found)) if role else found
+
+    jobs = _jobs(name, job)
+    if len(jobs) > 1 and not role and element is None:
+        pieces = _prefixed({one.name: partial(text, one) for one in jobs}, follow)
+    else:
+        found = _job(name, job)
+        if element is not None:
+            if not found.record.is_array:
+                raise JobError(f"The job {found.name!r} is no array; leave --element out.")
+            array = found.elements
+            if array and element >= array["elements"]:
+                last = array["elements"] - 1
+                raise JobError(f"The array {found.name!r} has the elements 0 to {last}.")
+        if role:
+            if not found.record.has_roles:
+                raise JobError(f"The job {found.name!r} is no group; leave --role out.")
+            group = found.roles(found.status)
+            names = [f"{row['role']}/{row['replica']}" for row in group["roles"]] if group else []
+            if names and not any(role in (one, one.rpartition("/")[0]) for one in names):
+                raise JobError(f"The job {found.name!r} has the roles {', '.join(sorted(names))}.")
+        pieces = text(found)
+    for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
+
+
+def _prefixed(texts: Mapping[str, Callable[[], Iterator[str]]], together: bool) -> Iterator[str]:
+    """The lines of several logs, each with its job's name: one log after the other, or together."""
+    from nemo_run_ray.experiment.logs import lines
+
+    arrived: queue.Queue[str | None] = queue.Queue(_LINES_AHEAD)
+
+    def read(name: str) -> None:
+        try:
+            for line in lines(texts[name]()):
+                arrived.put(f"{name}| {line}" if line.endswith("\n") else f"{name}| {line}\n")
+        except NemoRunRayError as error:  # a job that waits has no log yet
+            print(f"{name}: {error}", file=sys.stderr)
+        finally:
+            arrived.put(None)
+
+    for group in [list(texts)] if together else [[name] for name in texts]:
+        for name in group:
+            threading.Thread(target=read, args=(name,), daemon=True).start()
+        for _ in group:
+            yield from iter(arrived.get, None)
 
 
 def _show_elements(elements: Sequence[Element], as_json: bool = False) -> None:
@@ -168,7 +301,7 @@ def _show_elements(elements: Sequence[Element], as_json: bool = False) -> None:
 
 def cancel(
     name: Name,
-    job: Annotated[str, typer.Option(help="Only this job of an experiment.")] = "",
+    job: Job = "",
     elements: Annotated[
         str | None, typer.Option(help="Only these of an array: 3,7-9, waiting or running.")
     ] = None,
@@ -181,6 +314,38 @@ def cancel(
         return
     for line in cancel_all(_jobs(name, job)):
         out.print(line)
+
+
+def list_experiments(
+    everything: Annotated[bool, typer.Option("--all", help="Also those that have ended.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The experiments of this NeMo-Run home whose jobs wait or run, the newest first."""
+    from nemo_run_ray.cli.status_report import experiment_rows
+
+    rows = experiment_rows(everything, time.time())
+    if rows or as_json:
+        show(rows, ("experiment", "jobs", "began", "cluster"), as_json)
+    else:
+        out.print("No experiment waits or runs; --all also shows those that have ended.")
+
+
+def open_page(name: Name, job: Job = "") -> None:
+    """Print the address of a job's page in Ray's dashboard, and open it if there is a browser."""
+    jobs = _jobs(name, job)
+    first = jobs[0]
+    dashboard = first.api().dashboard
+    address = f"{dashboard.url}/#/jobs"
+    if len(jobs) == 1:
+        address = dashboard.job_page(first.ran_as(first.status))
+    print(address, flush=True)
+    if "Authorization" in dashboard.headers:
+        out.print(f"The page asks for Ray's token. It is in {dashboard.token_at}.")
+    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(address)
+    if "host" in first.record.cluster.get("tunnel", ()):
+        out.print("It is reached through SSH while this command runs; Ctrl-C ends it.")
+        signal.pause()
 
 
 def _jobs(name: str, job: str = "") -> list[RemoteJob]:
@@ -532,32 +697,38 @@ def patches(as_json: AsJson = False) -> None:
         out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…")
 
 
-VERBS: tuple[Callable[..., Any], ...] = (
-    up,
-    down,
-    doctor,
-    status,
-    logs,
-    cancel,
-    resume,
-    timeline,
-    patches,
-    clusters,
-    init,
-)
+#: The verbs by their names.
+VERBS: dict[str, Callable[..., Any]] = {
+    "up": up,
+    "down": down,
+    "doctor": doctor,
+    "list": list_experiments,
+    "status": status,
+    "wait": wait,
+    "logs": logs,
+    "open": open_page,
+    "cancel": cancel,
+    "resume": resume,
+    "timeline": timeline,
+    "patches": patches,
+    "clusters": clusters,
+    "init": init,
+}
 
 
 def ns(context: typer.Context) -> None:
     """Run a command of NeMo-Skills (`ns generate …`), whose tasks run on Ray."""
-    run_ns(context.args)
+    if context.args in ([], ["--help"]) and _skills_command() is None:
+        out.print(_NS_HELP)
+    else:
+        run_ns(context.args)
 
 
 def run_ns(arguments: Sequence[str]) -> object:
     """Run NeMo-Skills' own command in this process, with its patch."""
     from nemo_run_ray import patches
 
-    commands = entry_points(group="console_scripts", name="ns")
-    command = next((one for one in commands if one.value.startswith("nemo_skills.")), None)
+    command = _skills_command()
     if command is None:
         raise ConfigError(
             "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "
@@ -567,6 +738,12 @@ def run_ns(arguments: Sequence[str]) -> object:
     app = command.load()
     sys.argv = ["ns", *arguments]
     return app()
+
+
+def _skills_command() -> EntryPoint | None:
+    """NeMo-Skills' own command, if it is installed."""
+    found = entry_points(group="console_scripts", name="ns")
+    return next((one for one in found if one.value.startswith("nemo_skills.")), None)
 
 
 def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -602,12 +779,30 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _global_options(
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="No lines of NeMo-Run and this package but errors."),
+    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the versions.")] = False,
+) -> None:
+    """Run NeMo-Run tasks on Ray."""
+    if version:
+        for package in ("nemo_run_ray", "nemo_run", "ray"):
+            print(package, metadata.version(package))
+        raise typer.Exit
+    if quiet:
+        logging.disable(logging.WARNING)
+        CONSOLE.quiet = True
+
+
 def build() -> typer.Typer:
     app = typer.Typer(
-        help="Run NeMo-Run tasks on Ray.", no_args_is_help=True, pretty_exceptions_enable=False
+        no_args_is_help=True, invoke_without_command=True, pretty_exceptions_enable=False
     )
-    for verb in VERBS:
-        app.command()(guarded(verb))
+    app.callback()(_global_options)
+    for name, verb in VERBS.items():
+        app.command(name)(guarded(verb))
     app.command(context_settings=_AS_THEY_ARE)(guarded(ns))
     return app
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from nemo_run_ray.errors import shown
 from nemo_run_ray.experiment.dispatch import Snapshot
+from nemo_run_ray.experiment.find import experiments, jobs_of
 from nemo_run_ray.experiment.job import (
     FIRST_FAILURES,
     RemoteJob,
@@ -88,23 +90,43 @@ class StatusReport:
         return next((code for state, code in _EXIT_CODES.items() if state in states), 0)
 
     def as_json(self) -> str:
+        self.complete()
         return json.dumps(self.rows, indent=1)
+
+    def complete(self) -> None:
+        """Add to the rows what takes longer to find out: when attempts began, or were seen last."""
+
+        def complete(job: RemoteJob, row: Row) -> None:
+            seen = with_begin_times(job, job.attempts_in(self.snapshot)).values()
+            for attempt, record in zip(row["attempts"], seen, strict=True):
+                attempt["running_at"] = record.running_at
+                if attempt["state"] == JobState.LOST.value:
+                    # Last seen by a look, or by the last line of the log that its cluster has kept.
+                    moments = [path.stat().st_mtime for path in job.left_logs()]
+                    attempt["seen_at"] = max([*moments, record.seen_at or 0.0]) or None
+
+        with ThreadPoolExecutor(8) as pool:  # each may ask for end records
+            list(pool.map(complete, (job for job, _ in self.seen), self.rows))
 
     def table(self, now: float) -> Group:
         """Everything for people; ``now`` in seconds since the epoch."""
         names = ("job", "state", "reason", "attempt", "node", "since", "waits for")
-        table = Table(*names, box=None, pad_edge=False)
-        parts: list[RenderableType] = [table]
+        lines: list[tuple[str | Text, ...]] = []
+        parts: list[RenderableType] = []
         troubles: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # many jobs may share one
         for (job, status), row in zip(self.seen, self.rows, strict=True):
-            table.add_row(
-                job.name,
-                Text(row["state"], _COLORS.get(status.state, "")),
-                row["reason"],
-                str(status.attempt) if status.attempt and not job.is_direct else "",
-                status.node[:12],
-                since(row, now),
-                _short(status.waits_for),
+            last = row["attempts"][-1] if row["attempts"] else {"exit_code": None}
+            has_code = status.reason is Reason.EXIT_CODE and last["exit_code"] is not None
+            lines.append(
+                (
+                    job.name,
+                    Text(row["state"], _COLORS.get(status.state, "")),
+                    f"{row['reason']} {last['exit_code']}" if has_code else row["reason"],
+                    str(status.attempt) if status.attempt and not job.is_direct else "",
+                    row["host"] or "",
+                    since(row, now),
+                    _short(status.waits_for),
+                )
             )
             if status.reason.is_trouble or status.reason is Reason.ROOM:
                 what = (row["reason"], status.detail, status.tail)
@@ -117,7 +139,13 @@ class StatusReport:
                     parts += failure_lines(row)  # type: ignore[arg-type]
         for shared in troubles.values():
             parts.append(f"\n{_short([name for name, _ in shared])}: {shared[0][1]}")
-        return Group(*parts)
+        table = Table(box=None, pad_edge=False)
+        used = [column for column in range(len(names)) if any(line[column] for line in lines)]
+        for column in used:
+            table.add_column(names[column])
+        for line in lines:
+            table.add_row(*(line[column] for column in used))
+        return Group(table, *parts)
 
 
 def observe(jobs: Sequence[RemoteJob]) -> StatusReport:
@@ -129,8 +157,11 @@ def observe(jobs: Sequence[RemoteJob]) -> StatusReport:
 
 def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> dict[str, Any]:
     attempts = []
+    is_away = status.reason in (Reason.UNREACHABLE, Reason.CLUSTER_GONE)
+    hosts = job.hosts_in(snapshot) if status.node and not is_away else {}
     for attempt in job.attempts_in(snapshot).values():
         row = {"id": attempt.submission_id, **asdict(attempt), "seen_at": None}
+        row["host"] = hosts.get(attempt.node)
         if status.state is JobState.LOST and not JobState(attempt.state).is_terminal:
             # It is lost with its job, because its end was not seen.
             row |= {"state": JobState.LOST.value, "seen_at": attempt.seen_at}
@@ -145,6 +176,7 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> dict[str, Any
         "reason": status.reason.value,
         "message": status.message,
         "node": status.node,
+        "host": hosts.get(status.node),
         "attempt": status.attempt,
         "waits_for": list(status.waits_for),
         "after": list(job.after),
@@ -153,22 +185,41 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> dict[str, Any
     }
 
 
+def experiment_rows(everything: bool, now: float) -> list[dict[str, Any]]:
+    """The experiments of this home, the newest first.
+
+    Args:
+        everything: also those all of whose jobs have ended.
+        now: in seconds since the epoch.
+    """
+    found = {folder: jobs_of(folder) for folder in experiments()}
+    looked_at = {
+        folder: jobs
+        for folder, jobs in found.items()
+        if jobs and (everything or not all(job.record.terminal for job in jobs))
+    }
+    states: dict[Path, Counter[str]] = {folder: Counter() for folder in looked_at}
+    for job, status in observe([job for jobs in looked_at.values() for job in jobs]).seen:
+        states[job.record.exp_dir][status.state.value] += 1
+    return [
+        {
+            "experiment": folder.name,
+            "title": folder.parent.name,
+            "jobs": [f"{count} {name}" for name, count in states[folder].most_common()],
+            "began_at": began_at,
+            "began": f"{length(now - began_at)} ago",
+            "cluster": " ".join(dict.fromkeys(job.cluster.title for job in jobs)),
+        }
+        for folder, jobs in looked_at.items()
+        for began_at in [store_of(folder).ledger.began_at() or now]
+        if everything or any(not JobState(name).is_terminal for name in states[folder])
+    ]
+
+
 def timeline_page(jobs: Sequence[RemoteJob], now: float) -> str:
     """The page of ``nemo-run-ray timeline``."""
     report = observe(jobs)
-
-    def complete(job: RemoteJob, row: Row) -> None:
-        """Add what takes longer to find out."""
-        seen = with_begin_times(job, job.attempts_in(report.snapshot)).values()
-        for attempt, record in zip(row["attempts"], seen, strict=True):
-            attempt["running_at"] = record.running_at
-            if attempt["state"] == JobState.LOST.value:
-                # Last seen by a look, or by the last line of the log that its cluster has kept.
-                moments = [path.stat().st_mtime for path in job.left_logs()]
-                attempt["seen_at"] = max([*moments, record.seen_at or 0.0]) or None
-
-    with ThreadPoolExecutor(8) as pool:  # each may ask for end records
-        list(pool.map(complete, jobs, report.rows))
+    report.complete()
     folder = jobs[0].record.exp_dir
     return page(folder.name, report.rows, store_of(folder).ledger.began_at() or now, now)
 

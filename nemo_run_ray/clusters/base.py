@@ -70,6 +70,7 @@ class Dashboard:
         why_dead: says in sentences why it can never answer again; empty while it may. The
             process that started Ray knows when it has ended, and no client need wait for it.
         earlier: jobs of allocations before this Ray, which continue in it.
+        token_at: where a user finds the token that the page asks for.
     """
 
     url: str
@@ -78,6 +79,9 @@ class Dashboard:
     credentials_step: str = field(default="", compare=False)
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
     earlier: ClusterArchive = field(default=ClusterArchive(), repr=False, compare=False)
+    token_at: str = field(
+        default="RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token", compare=False
+    )
 
     @property
     def is_loopback(self) -> bool:
@@ -99,6 +103,11 @@ class Cluster(ConfigurableMixin, abc.ABC):
     python: ClassVar[str | None] = None
     #: Whether jobs see the caller's files, so that code need not be sent.
     runs_here: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def title(self) -> str:
+        """What a user calls it in a table."""
 
     @abc.abstractmethod
     def connect(self) -> Dashboard:

@@ -95,6 +95,10 @@ class ExistingCluster(Cluster):
                     f"give {{{name!r}: '${{NAME_OF_IT}}'}}, or use token= for Ray's own token."
                 )
 
+    @property
+    def title(self) -> str:
+        return self.url
+
     def connect(self) -> Dashboard:
         headers = {name: _fill(name, value) for name, value in self.headers.items()}
         for name, value in headers.items():

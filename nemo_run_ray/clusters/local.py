@@ -170,6 +170,10 @@ class LocalCluster(Cluster):
         for name, check in _FIELDS.items():
             check(f"LocalCluster.{name}", getattr(self, name))
 
+    @property
+    def title(self) -> str:
+        return "the embedded Ray"
+
     def connect(self) -> Dashboard:
         with self._locked():
             state = self._read()
@@ -244,7 +248,7 @@ class LocalCluster(Cluster):
     def _dashboard(self, state: LocalState) -> Dashboard:
         headers = {"Authorization": f"Bearer {self._token.read_text()}"}
         why_dead = partial(self._why_dead, state)
-        return Dashboard(state.url, headers, why_dead=why_dead)
+        return Dashboard(state.url, headers, why_dead=why_dead, token_at=str(self._token))
 
     def _start(self) -> LocalState:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""

@@ -159,6 +159,7 @@ class StateApi:
         self._http = http
         self._room = Cached(self._ask_room, _AGE_S)
         self._builds = Cached(self._ask_builds, _AGE_S)
+        self._hosts = Cached(self._ask_hosts, _AGE_S)
 
     def alive_nodes(self) -> AliveNodes | None:
         """The nodes that live; ``None`` when the cluster does not say."""
@@ -168,6 +169,18 @@ class StateApi:
         heads = [row.get("start_time_ms") for row in rows or () if row.get("is_head_node")]
         started: int = max((time or 0 for time in heads if fits(time, int)), default=0)
         return AliveNodes({row["node_id"] for row in rows or ()}, started / 1000)
+
+    def hosts(self) -> dict[str, str]:
+        """The names of all nodes by their ids, also of those that died; a moment old."""
+        return self._hosts.get()
+
+    def _ask_hosts(self) -> dict[str, str]:
+        shape = {"node_id": str, "node_name": str}
+        return {
+            row["node_id"]: row["node_name"]
+            for row in self._rows("nodes", _EXPLAIN_S) or ()
+            if fits(row, shape)
+        }
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
         """The end of a job's log."""

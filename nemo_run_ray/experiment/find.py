@@ -110,6 +110,14 @@ def titles() -> set[str]:
     return {folder.parent.name for folder in _folders()}
 
 
+def experiments() -> list[Path]:
+    """The folders of all experiments of this user that submitted jobs, the newest first."""
+    found = [Path(pointer.read_text(encoding="utf-8")) for pointer in _pointers().glob("*")]
+    found = [folder for folder in (*_folders(), *found) if (folder / LEDGER).exists()]
+    trusted = (folder for folder in found if not why_untrusted(str(folder / LEDGER)))
+    return sorted(trusted, key=_began_at, reverse=True)
+
+
 def _folders() -> list[Path]:
     home = Path(get_nemorun_home()) / "experiments"
     return [folder for folder in home.glob("*/*") if folder.is_dir()]

@@ -258,6 +258,11 @@ class RemoteJob:
                     seen[name] = AttemptRecord.of(name, row, now)
         return known(self.record, seen, now)
 
+    def hosts_in(self, snapshot: Snapshot) -> Mapping[str, str]:
+        """The names of its cluster's nodes by their ids; empty when the cluster does not say."""
+        api = self._api()
+        return {} if api is None else snapshot.once(api, "hosts", api.state.hosts)
+
     def api(self) -> JobsApi:
         """The dashboard of its cluster.
 
@@ -412,7 +417,7 @@ class RemoteJob:
             record([(self, status)], snapshot, copy_s=left_s)
             if status.state.is_terminal:
                 return status
-            if self._never_starts(status):
+            if self.never_starts(status):
                 raise JobError(f"The job {self.id} will not start. {status.message}")
             if deadline is not None and time.monotonic() >= deadline:
                 raise StillRunning(
@@ -476,7 +481,8 @@ class RemoteJob:
             return never
         return f"its node {status.node[:12]} did not confirm that all its processes ended"
 
-    def _never_starts(self, status: JobStatus) -> bool:
+    def never_starts(self, status: JobStatus) -> bool:
+        """Whether it never reached the cluster, and no client will bring it there."""
         age_s = time.time() - self.record.intended_at
         return status.reason is Reason.NOT_SUBMITTED and age_s > OUTCOME_S
 
@@ -775,7 +781,7 @@ class RemoteJob:
                     yield self._read(number, at_once=True)
             if status.state.is_terminal or not is_followed:
                 break
-            if self._never_starts(status):
+            if self.never_starts(status):
                 raise JobError(f"There is no log. {status.message}")
             time.sleep(_LOOK_AGAIN_S)
         if number == 0:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from nemo_run_ray.errors import StreamCut, Unanswered
+from nemo_run_ray.errors import JobError, StreamCut, Unanswered
 from nemo_run_ray.remote.node.output import PREFIX
 
 log = logging.getLogger(__name__)
@@ -194,6 +195,30 @@ def lines(
 
 def _pieces(line: str) -> Iterator[str]:
     return (line[at : at + LINE_MAX_CHARS] for at in range(0, len(line), LINE_MAX_CHARS))
+
+
+def last_lines(
+    read: Callable[[bool], Iterator[str]], count: int, is_followed: bool
+) -> Iterator[str]:
+    """The last lines of a log, and then what it grows by.
+
+    Args:
+        read: the log's text: all that there is now, or all until the job's end.
+        count: of lines.
+        is_followed: whether to go on until the job's end.
+    """
+    passed, end = 0, deque[str](maxlen=count)
+    try:
+        for line in lines(read(False)):
+            passed += len(line)
+            end.append(line)
+    except JobError:  # it has not begun
+        if not is_followed:
+            raise
+    yield from end
+    for text in read(True) if is_followed else ():
+        yield text[passed:]
+        passed = max(0, passed - len(text))
 
 
 def only(role: str, pieces: Iterable[str]) -> Iterator[str]:

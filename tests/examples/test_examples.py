@@ -87,7 +87,7 @@ def test_the_readme_names_commands_that_exist():
     text = "".join(page.read_text() for page in pages)
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"^make (\w+)", text, re.M)) <= targets
-    verbs = {verb.__name__ for verb in VERBS}
+    verbs = {*VERBS}
     assert set(re.findall(r"^nemo-run-ray (\w+)", text, re.M)) <= {*verbs, "ns"}
     for program, has in ((["nemo-run-ray"], {*verbs, "ns"}), (["nemo", "ray"], verbs)):
         shown = tool(*program, "--help").stdout

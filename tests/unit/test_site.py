@@ -41,7 +41,7 @@ def site(tmp_path_factory) -> Iterator[tuple[Path, str]]:
     ("page", "names"),
     [
         ("executor", list(RayExecutor.__annotations__)),
-        ("cli", [verb.__name__ for verb in VERBS]),
+        ("cli", list(VERBS)),
         ("states", [*JobState, *(reason.value for reason in Reason)]),
     ],
     ids=["executor", "cli", "states"],

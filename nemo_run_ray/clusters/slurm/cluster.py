@@ -101,6 +101,10 @@ class SlurmCluster(Cluster):
         self._is_remembered = False
         _check(self)
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} on Slurm"
+
     def connect(self) -> Dashboard:
         if threading.current_thread() is threading.main_thread():
             interrupted.clear()  # of a wait before this one
