@@ -15,11 +15,11 @@ import atexit
 import queue
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent import futures
+from concurrent.futures import Future
 from contextlib import closing, suppress
-from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -35,11 +35,16 @@ from nemo_run_ray.errors import (
     TimedOut,
     VersionMismatch,
     WorkerDied,
-    WorkError,
 )
 from nemo_run_ray.fields import is_amount, is_whole
 from nemo_run_ray.work.connection import Connection, join, leave, requirements
-from nemo_run_ray.work.tasks import Function, Item, Scheduler, TaskQueue, pickle_arguments
+from nemo_run_ray.work.tasks import (
+    FUNCTIONS_MAX,
+    Function,
+    Item,
+    TaskQueue,
+    pickle_arguments,
+)
 
 __all__ = [
     "CannotBeSent",
@@ -59,10 +64,6 @@ _Out = TypeVar("_Out")
 _BYTES_MAX = 256 * 2**20
 #: Seconds after which the window is computed again: the cluster may have room for more items.
 _REFILL_S = 0.25
-#: Items after which the map can say whether they are too small.
-_ENOUGH = 1000
-#: Seconds that sending one item and its result costs at least, and a byte of them (measured).
-_SENDING_S, _BYTE_S = 20e-6, 2e-9
 
 
 class Pool:
@@ -73,7 +74,9 @@ class Pool:
 
     def __init__(self, joined: Connection) -> None:
         self._connection = joined
-        self._scheduler = Scheduler(joined)
+        self._queues: dict[str, TaskQueue] = {}
+        self._functions: dict[bytes, Function] = {}
+        self._lock = threading.Lock()
         self._is_closed = False
         atexit.register(self.close)  # before Ray's own end: what is registered last is called first
 
@@ -94,7 +97,8 @@ class Pool:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._scheduler.close()
+        for tasks in self._queues.values():
+            tasks.close()
         leave(self._connection)
 
     def map(
@@ -134,9 +138,9 @@ class Pool:
         if failures not in ("raise", "yield"):
             raise ConfigError(f"failures is {failures!r}; expected is 'raise' or 'yield'.")
         _check(timeout_s, retries)
-        tasks, prepared = self._scheduler.queue(**reserved), self._scheduler.function(function)
-        mapped = _Map(tasks, prepared, timeout_s, retries, failures == "yield")
-        results = mapped.results(iter(items), ordered)
+        tasks, prepared = self._queue(reserved), self._function(function)
+        template = Item(prepared, b"", timeout_s, retries)
+        results = _results(tasks, template, iter(items), ordered, failures == "yield")
         if progress or (progress is None and sys.stderr.isatty()):
             total = len(items) if isinstance(items, Sized) else None
             return _with_bar(results, prepared.name, total)
@@ -162,28 +166,15 @@ class Pool:
             Exception: what the function has raised.
         """
         _check(timeout_s, retries)
-        tasks, prepared = self._scheduler.queue(**reserved), self._scheduler.function(function)
+        tasks, prepared = self._queue(reserved), self._function(function)
         data = pickle_arguments(f"The item of {prepared.name}", item)
         call = Item(prepared, data, timeout_s, retries, is_alone=True)
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake(_: object) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ended.set)
-
-        call.future.add_done_callback(wake)
         tasks.submit(call)
         try:
-            await ended.wait()
+            result: _Out = await asyncio.wrap_future(call.future)
         except asyncio.CancelledError:
             tasks.give_up([call])
             raise
-        error = call.future.exception()
-        # Such an error would end, or stop, the loop that waits for it.
-        if isinstance(error, StopIteration) or not isinstance(error, (Exception, type(None))):
-            name = type(error).__name__
-            raise WorkError(f"the function has raised {name}: {error}") from error
-        result: _Out = call.future.result()
         return result
 
     def executor(self, **reserved: Any) -> PoolExecutor:
@@ -192,7 +183,28 @@ class Pool:
         Args:
             reserved: what one worker reserves, as in ``map``.
         """
-        return PoolExecutor(self._scheduler, self._scheduler.queue(**reserved))
+        return PoolExecutor(self._function, self._queue(reserved))
+
+    def _queue(self, reserved: Mapping[str, Any]) -> TaskQueue:
+        """The queue for workers that reserve this."""
+        key = repr(sorted(reserved.items()))
+        with self._lock:
+            if self._is_closed:
+                raise PoolClosed("The pool takes no more work: it was closed.")
+            if key not in self._queues:
+                self._queues[key] = TaskQueue(self._connection, **reserved)
+            return self._queues[key]
+
+    def _function(self, function: Callable[..., Any]) -> Function:
+        """The function as workers get it; equal ones share what was measured."""
+        name = getattr(function, "__qualname__", None) or type(function).__name__
+        if not callable(function):
+            raise CannotBeSent(f"{function!r} is not callable; expected is a function of one item.")
+        data = pickle_arguments(f"The function {name}", function)
+        with self._lock:
+            if len(self._functions) >= FUNCTIONS_MAX:
+                self._functions.clear()
+            return self._functions.setdefault(data, Function(name, data))
 
 
 def connect(
@@ -228,8 +240,8 @@ def connect(
 class PoolExecutor(futures.Executor):
     """Calls functions on Ray's workers. ``Pool.executor`` makes it; its pool closes it too."""
 
-    def __init__(self, scheduler: Scheduler, tasks: TaskQueue) -> None:
-        self._scheduler = scheduler
+    def __init__(self, function: Callable[..., Function], tasks: TaskQueue) -> None:
+        self._function = function
         self._tasks = tasks
         self._lock = threading.Lock()
         self._is_shut_down = False
@@ -242,7 +254,7 @@ class PoolExecutor(futures.Executor):
             CannotBeSent: the function, or an argument, cannot be pickled.
             RuntimeError: the executor was shut down.
         """
-        function = self._scheduler.function(fn)
+        function = self._function(fn)
         data = pickle_arguments(f"The arguments of {function.name}", *args, **kwargs)
         item = Item(function, data, is_alone=True)  # two of one batch could wait for each other
         with self._lock:
@@ -265,138 +277,59 @@ class PoolExecutor(futures.Executor):
             futures.wait(pending)
 
 
-class _Map:
-    """One map: a bounded number of items in tasks, results in order or as they come.
+def _results(
+    tasks: TaskQueue, template: Item, items: Iterator[Any], ordered: bool, yields_failures: bool
+) -> Iterator[Any]:
+    """See ``Pool.map``; each item is called as the template says.
 
-    Its iterable may wait for a network, or for results of this map: it is read in a thread of its
-    own, as ``multiprocessing``'s ``imap`` does it.
+    The iterable is read here, in the caller's thread, as ``concurrent.futures`` reads it.
     """
-
-    def __init__(
-        self,
-        tasks: TaskQueue,
-        function: Function,
-        timeout_s: float | None,
-        retries: int,
-        yields_failures: bool,
-    ) -> None:
-        self._tasks = tasks
-        self._function = function
-        self._timeout_s = timeout_s
-        self._retries = retries
-        self._yields_failures = yields_failures
-        #: Numbers of items that have ended, and ``None`` at the end of the iterable.
-        self._done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        #: Items that are in tasks, or done and not taken, by number, and their bytes.
-        self._live: dict[int, Item] = {}
-        self._bytes = self._sent = self._sent_bytes = 0
-        self._is_closed = False
-        #: It is notified when there is room for further items.
-        self._room = threading.Condition()
-        #: Of the iterable, or of an item that cannot be sent: raised after the results before it.
-        self._error: BaseException | None = None
-
-    def results(self, items: Iterator[Any], ordered: bool) -> Iterator[Any]:
-        """See ``Pool.map``."""
-        run, name = copy_context().run, "nemo-run-ray-items"
-        threading.Thread(target=run, args=(self._send_all, items), name=name, daemon=True).start()
-        ended, turn, has_all = set[int](), 0, False
-        try:
-            while self._live or not has_all:
-                number = self._done.get()
-                if number is None:
-                    has_all = True
-                elif not ordered:
-                    yield self._take(number)
-                else:
-                    ended.add(number)
-                    while turn in ended:
-                        ended.discard(turn)
-                        turn += 1
-                        yield self._take(turn - 1)
-            if self._error is not None:
-                raise self._error
-            self._warn_of_small_items()
-        finally:
-            with self._room:
-                self._is_closed = True
-                self._room.notify()
-            self._tasks.give_up(list(self._live.values()))
-
-    def _send_all(self, items: Iterator[Any]) -> None:
-        try:
-            while self._waits_for_room():
-                item = self._prepare(next(items))
-                with self._room:
-                    if self._is_closed:
-                        return
-                    if not item.future.done():
-                        self._tasks.submit(item)
-                    number, self._sent = self._sent, self._sent + 1
-                    self._live[number] = item
-                    self._bytes += len(item.data)
-                    self._sent_bytes += len(item.data)
-                item.future.add_done_callback(partial(self._has_ended, number))
-        except StopIteration:
-            pass
-        except BaseException as error:  # the caller's thread raises it
-            self._error = error
-        finally:
-            self._done.put(None)
-
-    def _has_ended(self, number: int, _: object) -> None:
-        self._done.put(number)
-
-    def _waits_for_room(self) -> bool:
-        """Wait until a further item may be sent; whether one is still wanted."""
-        with self._room:
-            while not self._is_closed:
-                average = self._bytes / max(len(self._live), 1)
-                each = max(average + self._function.result_bytes, 1.0)
-                window = self._tasks.window(self._function, average)
-                if len(self._live) < min(window, int(_BYTES_MAX / each) + 1):
-                    return True
-                self._room.wait(_REFILL_S)
-            return False
-
-    def _prepare(self, value: Any) -> Item:
-        """The next item; one that cannot be sent has failed already, where failures are yielded."""
-        try:
-            data = pickle_arguments(f"Item {self._sent} of {self._function.name}", value)
-        except CannotBeSent as error:
-            if not self._yields_failures:
-                raise
-            item = Item(self._function, b"")
-            item.fail(error)
-            return item
-        return Item(self._function, data, self._timeout_s, self._retries)
-
-    def _take(self, number: int) -> Any:
-        with self._room:
-            item = self._live.pop(number)
-            self._bytes -= len(item.data)
-            self._room.notify()
-        error = item.future.exception()
-        if error is None:
-            return item.future.result()
-        failed = ItemFailed(number, error, self._function.name)
-        if self._yields_failures:
-            return failed
-        raise failed from error
-
-    def _warn_of_small_items(self) -> None:
-        function = self._function
-        if self._sent < _ENOUGH:
-            return
-        sending_s = _SENDING_S + _BYTE_S * (self._sent_bytes / self._sent + function.result_bytes)
-        if 0 < function.median_s < sending_s:
-            warnings.warn(
-                f"An item of {function.name} takes {function.median_s * 1e6:.0f} µs, and sending "
-                f"it about {sending_s * 1e6:.0f} µs: put more work into each item, such as a list "
-                "of what are items now.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+    function, done = template.function, queue.SimpleQueue[int]()
+    live: dict[int, Item] = {}  # in tasks, or ended and not taken
+    ended = set[int]()
+    sent = taken = size_bytes = 0
+    error: Exception | None = None  # of the iterable: raised after the results before it
+    try:
+        while live or error is None:
+            average = size_bytes / max(len(live), 1)
+            each = max(average + function.result_bytes, 1.0)
+            most = min(tasks.window(function, average), int(_BYTES_MAX / each) + 1)
+            if error is None and len(live) < most:
+                try:
+                    data = pickle_arguments(f"Item {sent} of {function.name}", next(items))
+                    item = replace(template, data=data, future=Future())
+                    tasks.submit(item)
+                except Exception as raised:  # also StopIteration
+                    if not (yields_failures and isinstance(raised, CannotBeSent)):
+                        error = raised
+                        continue
+                    item = Item(function, b"")
+                    item.fail(raised)
+                live[sent] = item
+                size_bytes += len(item.data)
+                item.future.add_done_callback(partial(lambda number, _: done.put(number), sent))
+                sent += 1
+                continue
+            number = taken if ordered else next(iter(ended), -1)
+            if number not in ended:
+                with suppress(queue.Empty):
+                    ended.add(done.get(timeout=_REFILL_S))
+                continue
+            ended.discard(number)
+            taken += 1
+            item = live.pop(number)
+            size_bytes -= len(item.data)
+            if (cause := item.future.exception()) is None:
+                yield item.future.result()
+                continue
+            failed = ItemFailed(number, cause, function.name)
+            if not yields_failures:
+                raise failed from cause
+            yield failed
+        if error is not None and not isinstance(error, StopIteration):
+            raise error
+    finally:
+        tasks.give_up(list(live.values()))
 
 
 def _with_bar(results: Iterator[_Out], name: str, total: int | None) -> Iterator[_Out]:

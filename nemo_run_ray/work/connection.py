@@ -5,17 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import platform
 import re
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 from nemo_run_ray.clusters import LocalCluster
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, Unreachable, VersionMismatch
@@ -23,12 +20,12 @@ from nemo_run_ray.errors import ConfigError, NemoRunRayError, Unreachable, Versi
 #: The variable by which Ray and this package find the cluster, in child processes too.
 ADDRESS = "RAY_ADDRESS"
 _AUTH_MODE = "RAY_AUTH_MODE"
-#: Seconds in which an address must take a connection, and answer a web server's question.
+#: Seconds in which an address must take a connection.
 _ANSWERS_S = 5.0
-#: Ray gives a GCS up no sooner, in seconds.
-_GIVEN_UP_S = 30.0
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
+#: A Ray's address with its port.
+_ADDRESS = re.compile(r"(?:ray://)?(?:[^/:\[\]]+|\[[^/\]]+\]):(\d{1,5})")
 _lock = threading.Lock()
 #: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
 _has_read_token = False
@@ -46,6 +43,7 @@ class Connection:
     def __init__(
         self, address: str | None, num_cpus: int | None, runtime_env: Mapping[str, Any]
     ) -> None:
+        global _has_read_token
         loaded: Any = sys.modules.get("ray")
         self.ray = loaded
         self.users = 0
@@ -53,8 +51,8 @@ class Connection:
         self._runtime_env: dict[str, Any] = {}
         self._environment: dict[str, str | None] = {}
         # A program that has called ray.init() itself keeps that connection, and so do its pools.
-        self._owns = loaded is None or not loaded.is_initialized()
-        if not self._owns:
+        self.owns = loaded is None or not loaded.is_initialized()
+        if not self.owns:
             self.address = str(loaded.get_runtime_context().gcs_address)
             self.check(address, runtime_env)
             if not os.environ.get(ADDRESS, "").startswith("ray://"):  # else Ray Client's own
@@ -63,21 +61,42 @@ class Connection:
         self._runtime_env = dict(runtime_env)
         self.address = _asked_for(address)
         with _translated(self.address or "the embedded Ray", runtime_env):
+            variables = {ADDRESS: self.address}
             if self.address:
-                _check_listens(self.address)
-                variables = {ADDRESS: self.address}
+                # Ray itself asks for minutes, and then ends the whole program by SIGTERM (2.60).
+                host, _, port = self.address.removeprefix("ray://").rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
             else:
                 cluster = LocalCluster(num_cpus=num_cpus)
                 cluster.connect()
                 variables = cluster.driver_environment()
                 self.address = variables[ADDRESS]
-                self._check_token(variables)
+            has_token = variables.get(_AUTH_MODE) == "token"
+            if has_token and not (
+                loaded is None or _has_read_token or os.environ.get(_AUTH_MODE) == "token"
+            ):
+                raise ConfigError(
+                    "The embedded Ray wants a token, and ray was imported before work.connect(): "
+                    "it has read already that there is none. Call work.connect() before the first "
+                    f"`import ray`, or set {_AUTH_MODE}=token in the environment of the program."
+                )
+            _has_read_token = _has_read_token or has_token
             self._set_environment(variables)
+            import ray
+
+            self.ray = ray
+            options: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
+            if not self.address.startswith("ray://"):
+                options["logging_level"] = logging.WARNING
             try:
-                self._init()
-            except BaseException:
-                self._restore_environment()
-                raise
+                ray.init(self.address, log_to_driver=False, **options)
+            except BaseException as error:
+                self.restore_environment()
+                # Ray sends SIGTERM when no GCS has answered (2.60).
+                if not isinstance(error, SystemExit) or error.code != signal.SIGTERM:
+                    raise
+                reason = "what listens there has not answered as the GCS of a Ray"
+                raise ConnectionError(reason) from error
 
     def check(self, address: str | None, runtime_env: Mapping[str, Any]) -> None:
         """Refuse a pool that this connection cannot serve."""
@@ -111,57 +130,16 @@ class Connection:
                 "call work.connect() in it."
             )
 
-    def close(self) -> None:
-        """Leave the Ray, unless the program itself has connected to it."""
-        if self._owns:
-            self.ray.shutdown()
-        self._restore_environment()
-
-    def _check_token(self, variables: Mapping[str, str]) -> None:
-        """Refuse a Ray with a token to a program that has imported ray without one.
-
-        Ray reads that when it is imported (2.60), and sends none later.
-        """
-        global _has_read_token
-        wants_token = variables.get(_AUTH_MODE) == "token"
-        has_read = self.ray is None or _has_read_token or os.environ.get(_AUTH_MODE) == "token"
-        if wants_token and not has_read:
-            raise ConfigError(
-                "The embedded Ray wants a token, and ray was imported before work.connect(): it "
-                "has read already that there is none. Call work.connect() before the first "
-                f"`import ray`, or set {_AUTH_MODE}=token in the environment of the program."
-            )
-        _has_read_token = _has_read_token or wants_token
-
-    def _init(self) -> None:
-        import ray
-
-        self.ray = ray
-        options: dict[str, Any] = {"address": self.address, "log_to_driver": False}
-        if self._runtime_env:
-            options["runtime_env"] = self._runtime_env
-        if not self.address.startswith("ray://"):
-            options["logging_level"] = logging.WARNING
-        began = time.monotonic()
-        try:
-            ray.init(**options)
-        except SystemExit as error:  # Ray sends SIGTERM when no GCS has answered (2.60)
-            if error.code != signal.SIGTERM or time.monotonic() - began < _GIVEN_UP_S:
-                raise  # another's
-            reason = "what listens there has not answered as the GCS of a Ray"
-            raise ConnectionError(reason) from error
-
     def _set_environment(self, variables: Mapping[str, str]) -> None:
         """Let child processes, and Ray in this one, find the cluster."""
         self._environment = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
 
-    def _restore_environment(self) -> None:
+    def restore_environment(self) -> None:
+        """Undo that."""
         for name, before in self._environment.items():
-            if before is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = before
+            os.environ.pop(name, None)
+            os.environ.update({} if before is None else {name: before})
 
 
 _current: Connection | None = None
@@ -197,7 +175,9 @@ def leave(connection: Connection) -> None:
     with _lock:
         connection.users -= 1
         if not connection.users:
-            connection.close()
+            if connection.owns:
+                connection.ray.shutdown()
+            connection.restore_environment()
             _current = None
 
 
@@ -220,7 +200,14 @@ def _translated(address: str, runtime_env: Mapping[str, Any]) -> Iterator[None]:
         versions = _VERSIONS.findall(str(error))
         if len(versions) != 2:
             raise
-        raise VersionMismatch(_mismatch(address, *versions)) from error
+        (ray, python), (own_ray, own_python) = versions
+        step = f"pip install 'ray[default]=={ray}'"
+        if own_python != python:
+            step = f"make an environment with Python {python}, and in it {step}"
+        raise VersionMismatch(
+            f"The Ray at {address} is version {ray} with Python {python}; this program has "
+            f"{own_ray} with Python {own_python}. Both must be the same. Here: {step}"
+        ) from error
     except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         environment = f" with runtime_env={runtime_env!r}" if runtime_env else ""
@@ -229,17 +216,6 @@ def _translated(address: str, runtime_env: Mapping[str, Any]) -> Iterator[None]:
             "that runs, as `ray start` has printed it (its GCS mostly has port 6379), or unset "
             f"{ADDRESS} to use an embedded Ray."
         ) from error
-
-
-def _mismatch(address: str, cluster: tuple[str, str], own: tuple[str, str]) -> str:
-    install = f"pip install 'ray[default]=={cluster[0]}'"
-    step = f"Install it here: {install}"
-    if own[1] != cluster[1]:
-        step = f"Make an environment with Python {cluster[1]} here, and in it: {install}"
-    return (
-        f"The Ray at {address} is version {cluster[0]} with Python {cluster[1]}; this program has "
-        f"{own[0]} with Python {own[1] or platform.python_version()}. Both must be the same. {step}"
-    )
 
 
 def _asked_for(address: str | None) -> str:
@@ -252,44 +228,12 @@ def _asked_for(address: str | None) -> str:
         address = os.environ.get(ADDRESS, "").strip()
         if address in ("", "local"):
             return ""
-        if address == "auto":
-            raise ConfigError(
-                f"{ADDRESS} is 'auto', by which Ray searches this machine and may find a Ray that "
-                "is dead. Set it to the address that `ray start` has printed, or unset it to use "
-                "the embedded Ray."
-            )
-    text = str(address)
-    try:
-        parts = urlsplit(text if "://" in text else f"//{text}")
-        is_valid = parts.scheme in ("", "ray") and parts.hostname and parts.port
-    except ValueError:  # a port above 65535
-        is_valid = False
-    if not is_valid:
+    found = _ADDRESS.fullmatch(str(address))
+    if found is None or not 0 < int(found[1]) < 2**16:
         raise ConfigError(
-            f"The address of a Ray is {text!r}; expected is ip:port of its GCS on a node of the "
+            f"The address of a Ray is {address!r}; expected is ip:port of its GCS on a node of the "
             "cluster, or ray://host:10001 from elsewhere, with a port from 1 to 65535. What begins "
             "with http:// is a dashboard's, which takes jobs and not calls: a task of RayExecutor "
             "is on the cluster, and work.connect() in it needs no address."
         )
-    return text
-
-
-def _check_listens(address: str) -> None:
-    """Check that an address takes connections, and not as a web server does.
-
-    Ray itself asks for minutes and ends the whole program then, by SIGTERM (2.60).
-
-    Raises:
-        OSError: nothing takes a connection there within 5 s, or a web server does.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S) as connection:
-        if address.startswith("ray://"):
-            return  # a front of Ray Client may speak HTTP too
-        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")  # a GCS answers that by what is not HTTP 1
-        try:
-            is_web = connection.recv(5) == b"HTTP/"
-        except TimeoutError:
-            is_web = False
-    if is_web:
-        raise ConnectionError("a web server listens there, as Ray's dashboard does")
+    return str(address)

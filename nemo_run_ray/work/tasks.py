@@ -28,7 +28,14 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from nemo_run_ray.errors import CannotBeSent, ConfigError, PoolClosed, TimedOut, WorkerDied
+from nemo_run_ray.errors import (
+    CannotBeSent,
+    ConfigError,
+    PoolClosed,
+    TimedOut,
+    WorkerDied,
+    WorkError,
+)
 from nemo_run_ray.fields import is_whole
 from nemo_run_ray.remote import fit
 from nemo_run_ray.work.connection import Connection
@@ -43,21 +50,16 @@ BATCH_MAX, BATCH_BYTES_MAX = 1000, 2**20
 TASKS_PER_WORKER, _QUEUED_S = 2, 0.25
 #: Further attempts of an item that was lost with its node, whatever its retries are.
 LOSSES_MAX = 3
-#: Functions that a worker, and a client, keeps; a further one replaces the oldest.
+#: Functions that a worker, and a client, keeps.
 FUNCTIONS_MAX = 100
 #: Seconds between two looks at the nodes and at futures that were cancelled, and at time limits.
 _LOOK_S, _STEP_S = 1.0, 0.2
-#: Seconds for which no node is large enough, after which items fail: a node may be joining, and
-#: where workers existed their node may come back.
-_NEVER_S, _NEVER_AGAIN_S = 5.0, 120.0
+#: Seconds for which no node is large enough, after which items fail: a node may be joining.
+_NEVER_S = 20.0
 #: Seconds for which no task has begun, until the first line about it, and between two.
 _FIRST_TELL_S, _TELL_S = 5.0, 30.0
-#: Seconds for which no task has begun, after which tasks of other shapes are held back.
-_STARVED_S = 10.0
 #: Seconds after which a batch that takes longer than expected returns the results it has.
 _BATCH_END_S = 0.5
-#: Seconds that the imports of a function may take when its calls have a time limit.
-_IMPORT_S = 300.0
 #: Kinds of an item's row: the pickled result, the pickled exception, or a result that cannot be.
 RESULT, RAISED, UNPICKLED = "result", "raised", "unpickled"
 
@@ -73,11 +75,8 @@ def call_items_on_node(
     """
     import ray
 
-    if timeout_s is not None and function not in _functions:
-        faulthandler.dump_traceback_later(_IMPORT_S, exit=True, file=2)
     with suppress(BaseException):  # each item reports it
         _load(function)
-    faulthandler.cancel_dump_traceback_later()
     yield ray.get_runtime_context().get_node_id()
     yield call_items(function, items, None)
 
@@ -91,14 +90,28 @@ def call_items(
     Client, which has no tasks that yield, this is the task, and the process ends itself: by a
     thread in C, whatever Python code does.
     """
+    from ray import cloudpickle
+
     rows = []
     until = time.perf_counter() + _BATCH_END_S
     for item in items:
         if timeout_s is not None:
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
+        kind, data, text = RESULT, b"", ""
         began = time.perf_counter()
-        row = _call(function, item)
-        rows.append((*row, time.perf_counter() - began))
+        try:
+            arguments, named = pickle.loads(item)
+            value = _load(function)(*arguments, **named)
+        except BaseException as error:  # also SystemExit: it ends the item, not the worker
+            kind, text = RAISED, traceback.format_exc()
+            with suppress(Exception):  # any that its own __reduce__ raises
+                data = cloudpickle.dumps(error, protocol=5)
+        else:
+            try:
+                data = cloudpickle.dumps(value, protocol=5)
+            except Exception as error:
+                kind, text = UNPICKLED, f"{type(value).__name__}: {error}"
+        rows.append((kind, data, text, time.perf_counter() - began))
         if time.perf_counter() >= until:
             break
     faulthandler.cancel_dump_traceback_later()
@@ -107,28 +120,10 @@ def call_items(
 
 def _load(function: bytes) -> Callable[..., Any]:
     if function not in _functions:
-        loaded = pickle.loads(function)
-        while len(_functions) >= FUNCTIONS_MAX:
-            del _functions[next(iter(_functions))]
-        _functions[function] = loaded
+        if len(_functions) >= FUNCTIONS_MAX:
+            _functions.clear()
+        ((_functions[function],), _) = pickle.loads(function)
     return _functions[function]
-
-
-def _call(function: bytes, item: bytes) -> tuple[str, bytes, str]:
-    from ray import cloudpickle
-
-    try:
-        arguments, named = pickle.loads(item)
-        value = _load(function)(*arguments, **named)
-    except BaseException as error:  # also SystemExit: it ends the item, not the worker
-        text, data = traceback.format_exc(), b""
-        with suppress(Exception):  # any that its own __reduce__ raises
-            data = cloudpickle.dumps(error, protocol=5)
-        return RAISED, data, text
-    try:
-        return RESULT, cloudpickle.dumps(value, protocol=5), ""
-    except Exception as error:
-        return UNPICKLED, b"", f"{type(value).__name__}: {error}"
 
 
 class RemoteTraceback(Exception):
@@ -143,17 +138,6 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-def _raised(data: bytes, text: str) -> BaseException:
-    """The exception of a function, with its traceback in the worker as the cause."""
-    try:
-        error: BaseException = pickle.loads(data)
-        error.__cause__ = RemoteTraceback(text)
-    except Exception:  # it has no class here, wants other arguments, or cannot be changed
-        error = RuntimeError(text.strip().splitlines()[-1])
-        error.__cause__ = RemoteTraceback(text)
-    return error
-
-
 class Function:
     """A function that workers call, and the measured cost of its items.
 
@@ -162,7 +146,6 @@ class Function:
         data: the pickled function.
         stored: the reference of ``data`` in Ray's object store, once there.
         seconds: of one item; ``None`` until one has ended.
-        median_s: an estimate of the median, which ignores the few items that a busy machine delays.
         result_bytes: of one result.
     """
 
@@ -171,15 +154,12 @@ class Function:
         self.data = data
         self.stored: Any = None
         self.seconds: float | None = None
-        self.median_s = self.result_bytes = 0.0
+        self.result_bytes = 0.0
 
     def measured(self, seconds: float, result_bytes: int) -> None:
         """Take the cost of one more item into account."""
         if self.seconds is None:
-            self.seconds, self.result_bytes = seconds, float(result_bytes)
-            self.median_s = max(seconds, 1e-7)
-            return
-        self.median_s *= 1.05 if seconds > self.median_s else 1 / 1.05
+            self.seconds, self.result_bytes = seconds, result_bytes
         self.seconds += 0.2 * (seconds - self.seconds)
         self.result_bytes += 0.2 * (result_bytes - self.result_bytes)
 
@@ -234,7 +214,15 @@ class Item:
     def take(self, kind: str, data: bytes, text: str) -> BaseException | None:
         """End with the result of a row, or return why it has none."""
         if kind == RAISED:
-            return _raised(data, text)
+            failure: BaseException = RuntimeError(text.strip().splitlines()[-1])
+            failure.__cause__ = RemoteTraceback(text)
+            with suppress(Exception):  # it has no class here, or cannot be changed
+                error = pickle.loads(data)
+                if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                    # It would stop, or end, what waits for the result.
+                    error = WorkError(f"the function has raised {type(error).__name__}: {error}")
+                error.__cause__, failure = failure.__cause__, error
+            return failure
         if kind == UNPICKLED:
             return CannotBeSent(f"The result of {self.function.name} cannot be sent back: {text}")
         try:
@@ -280,8 +268,8 @@ class _RayTask:
 class TaskQueue:
     """The items that wait for workers which reserve the same, and those that are in tasks.
 
-    Any thread may call ``submit``, ``give_up`` and ``window``; the rest runs in the scheduler's
-    thread.
+    Any thread may call ``submit``, ``give_up``, ``window`` and ``close``; the rest runs in a thread
+    of the queue's own.
 
     Raises:
         ConfigError: Ray takes no such tasks.
@@ -289,7 +277,7 @@ class TaskQueue:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        connection: Connection,
         cpus: float = 1,
         gpus: float = 0,
         memory: int | None = None,
@@ -302,8 +290,12 @@ class TaskQueue:
             options["label_selector"] = label_selector
         else:
             options["scheduling_strategy"] = "SPREAD"
+        self._ray = connection.ray
+        self._by_client = self._ray.util.client.ray.is_connected()
+        self._ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        task = self._ray.remote(call_items if self._by_client else call_items_on_node)
         try:
-            self._task = scheduler.task.options(resources=resources, max_retries=0, **options)
+            self._task = task.options(resources=resources, max_retries=0, **options)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"Ray has no such workers: {error}.") from error
         if max_workers is not None and not is_whole(max_workers, 1):
@@ -319,18 +311,17 @@ class TaskQueue:
             )
         self._request = fit.ResourceRequest(reserved, label_selector or {})
         self._max_workers = max_workers
-        self._scheduler = scheduler
-        self._ray = scheduler.ray
-        self._by_client = scheduler.by_client
+        self._connection = connection
+        self._events: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed: BaseException | None = None
         self._waiting: deque[Item] = deque()
         self._calls: set[_RayTask] = set()
         self._slots = 1
         self._look_at = self._tell_at = 0.0
-        self._alive: set[str] = set()
-        self._never_since: float | None = None
-        #: Since when tasks wait and none has begun.
-        self._starved_since: float | None = None
-        self._has_had_workers = False
+        self._stalled_since: float | None = None  # no task runs
+        self._thread = threading.Thread(target=self._run, name="nemo-run-ray-work", daemon=True)
+        self._thread.start()
 
     def window(self, function: Function, item_bytes: float) -> int:
         """The number of items, in tasks or done and not taken, that keeps all workers busy."""
@@ -343,54 +334,85 @@ class TaskQueue:
 
         Raises:
             PoolClosed: the pool is closed.
+            ConfigError: it is that of the process which forked this one.
         """
-        self._scheduler.post(lambda: self._waiting.append(item))  # the deque of that moment
+        self._post(lambda: self._waiting.append(item))  # the deque of that moment
 
     def give_up(self, items: Sequence[Item]) -> None:
         """End items whose results nobody wants any more."""
         with suppress(PoolClosed):
-            self._scheduler.post(partial(self._end, items, CancelledError()))
+            self._post(partial(self._end, items, CancelledError()))
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether an item waits or is in a task."""
-        return bool(self._waiting or self._calls)
+    def close(self) -> None:
+        """End all tasks; items that have not ended fail."""
+        with self._lock:
+            self._closed = self._closed or WorkerDied("The pool was closed.")
+        self._events.put(lambda: None)
+        self._thread.join()
 
-    def is_starved(self, now: float) -> bool:
-        """Whether tasks wait, and none has begun, for long."""
-        since = self._starved_since
-        return self.is_busy and since is not None and now >= since + _STARVED_S
+    def _post(self, event: Callable[[], Any]) -> None:
+        self._connection.check_process()
+        with self._lock:  # what is posted before the close is ended by it
+            if self._closed is not None:
+                raise PoolClosed(f"The pool takes no more work: {self._closed}")
+            self._events.put(event)
 
-    def step(self, now: float, is_held_back: bool) -> None:
-        """Send what waits, unless tasks of another queue have found no room for long."""
+    def _run(self) -> None:
+        try:
+            while self._closed is None:
+                is_busy = self._waiting or self._calls
+                with suppress(queue.Empty):
+                    self._events.get(timeout=_STEP_S if is_busy else None)()
+                    while True:
+                        self._events.get_nowait()()
+                self._step(time.monotonic())
+        except BaseException as error:  # a fault of this thread must not leave callers waiting
+            with self._lock:
+                self._closed = error
+            raise
+        finally:
+            while not self._events.empty():
+                with suppress(Exception):  # what it is about fails below
+                    self._events.get_nowait()()
+            self._end(self._unended(), self._closed or WorkerDied("The pool was closed."))
+
+    def _unended(self) -> list[Item]:
+        return [*(item for call in self._calls for item in call.items), *self._waiting]
+
+    def _step(self, now: float) -> None:
+        """Send what waits, and end what takes too long."""
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             cancelled = [item for item in self._waiting if item.future.cancelled()]
             self._end(cancelled, CancelledError())
-            if self.is_busy:
+            if self._waiting or self._calls:
                 with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                     self._look(now)  # else the head does not answer
+            else:
+                self._stalled_since = None
         for call in [] if self._by_client else list(self._calls):
             if self._has_begun(call) and now >= call.deadline:
                 self._cancel(call)
                 self._has_failed(call.items, call.items[0].timed_out())
-        while self._waiting and not is_held_back:
-            seconds, most = self._waiting[0].function.seconds, self._slots
+        while self._waiting:
+            first = self._waiting[0]
+            function, seconds, most = first.function, first.function.seconds, self._slots
             if seconds is not None and seconds <= _QUEUED_S:
                 most *= TASKS_PER_WORKER
             if len(self._calls) >= min(most, self._max_workers or most):
                 return
-            if batch := self._next_batch():
+            most = function.batch(len(self._waiting), self._slots, len(first.data))
+            batch, size_bytes = [self._waiting.popleft()], len(first.data)
+            for item in list(islice(self._waiting, 0 if first.is_alone else most - 1)):
+                size_bytes += len(item.data)
+                is_like = item.function is function and item.timeout_s == first.timeout_s
+                if item.is_alone or not is_like or size_bytes > BATCH_BYTES_MAX:
+                    break
+                batch.append(self._waiting.popleft())
+            if batch := [item for item in batch if item.begin()]:
                 self._send(batch)
 
-    def end(self, error: BaseException) -> None:
-        """Let all items fail, and end their tasks."""
-        in_tasks = [item for call in self._calls for item in call.items]
-        self._end([*in_tasks, *self._waiting], error)
-
     def _end(self, items: Sequence[Item], error: BaseException) -> None:
-        if not items:
-            return
         for item in items:
             item.fail(error)
         self._waiting = deque(item for item in self._waiting if not item.future.done())
@@ -400,46 +422,35 @@ class TaskQueue:
 
     def _look(self, now: float) -> None:
         """Look at the nodes: how many workers they can have, and which of them have died."""
-        nodes = fit.nodes_of(self._ray.nodes())
-        self._slots = self._slots_of(nodes)
-        wait_s = _NEVER_AGAIN_S if self._has_had_workers else _NEVER_S
-        if self._slots:
-            self._never_since = None
-        elif self._never_since is None:
-            self._never_since = now
-        elif now - self._never_since >= wait_s:
-            reason = fit.why_not(self._request, nodes)
-            self.end(WorkerDied(f"No node can have a worker: {reason}."))
-        died = self._alive - (alive := {node.node_id for node in nodes})
-        self._alive = alive
+        nodes, amounts = fit.nodes_of(self._ray.nodes()), self._request.resources
+        hosts, most = fit.hosts(self._request, nodes), self._max_workers
+        # Where a worker reserves nothing, max_workers is given.
+        slots = sum(fit.slots(node.resources, amounts) if amounts else most or 0 for node in hosts)
+        self._slots = min(slots, most or slots)
+        alive = {node.node_id for node in nodes}
         # Where a host has lost its power, Ray itself notices some minutes later.
         for call in list(self._calls):
-            if self._has_begun(call) and call.node_id in died:
+            if self._has_begun(call) and call.node_id not in {"", *alive}:
                 self._cancel(call)
                 lost = self._ray.exceptions.NodeDiedError("Its node has died.")
                 self._was_lost(call, lost, has_begun=True)
-        if not self._calls or any(map(self._has_begun, self._calls)):
-            self._starved_since = None
-        elif self._starved_since is None:
-            self._starved_since, self._tell_at = now, now + _FIRST_TELL_S
+        if any(map(self._has_begun, self._calls)):
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since, self._tell_at = now, now + _FIRST_TELL_S
+        elif not self._slots and now - self._stalled_since >= _NEVER_S:
+            reason = fit.why_not(self._request, nodes)
+            self._end(self._unended(), WorkerDied(f"No node can have a worker: {reason}."))
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
             all_free = self._ray.available_resources()
-            free = {name: all_free.get(name, 0.0) for name in self._request.resources}
+            free = {name: all_free.get(name, 0.0) for name in amounts}
             print(  # Ray does not tell a start from a lack of room
                 "No worker is ready yet: it starts, or waits for room. Each asks for "
-                f"{fit.amounts_text(self._request.resources)}; the nodes can have {self._slots} "
+                f"{fit.amounts_text(amounts)}; the nodes can have {self._slots} "
                 f"when nothing else runs. Free in the cluster: {fit.amounts_text(free)}.",
                 file=sys.stderr,
             )
-
-    def _slots_of(self, nodes: Sequence[fit.Node]) -> int:
-        """The number of workers that the nodes can have at once."""
-        hosts, amounts = fit.hosts(self._request, nodes), self._request.resources
-        if not amounts:  # then max_workers is given
-            return (self._max_workers or 0) if hosts else 0
-        count = sum(fit.slots(node.resources, amounts) for node in hosts)
-        return min(count, self._max_workers or count)
 
     def _has_begun(self, call: _RayTask) -> bool:
         """Whether a task has begun; by Ray Client nobody knows, and it is assumed."""
@@ -449,27 +460,13 @@ class TaskQueue:
         return call.begun_at is not None
 
     def _watch(self, ref: Any, ended: Callable[[Future[Any]], None]) -> None:
-        """Call a function in the scheduler's thread when a reference is ready."""
+        """Call a function in the queue's thread when a reference is ready."""
 
         def post(done: Future[Any]) -> None:
             with suppress(PoolClosed):
-                self._scheduler.post(partial(ended, done))
+                self._post(partial(ended, done))
 
         ref.future().add_done_callback(post)
-
-    def _next_batch(self) -> list[Item]:
-        """The items at the front that can be in one task."""
-        first = self._waiting[0]
-        function = first.function
-        most = function.batch(len(self._waiting), self._slots, len(first.data))
-        batch, size_bytes = [self._waiting.popleft()], len(first.data)
-        for item in list(islice(self._waiting, 0 if first.is_alone else most - 1)):
-            size_bytes += len(item.data)
-            is_like = item.function is function and item.timeout_s == first.timeout_s
-            if item.is_alone or not is_like or size_bytes > BATCH_BYTES_MAX:
-                break
-            batch.append(self._waiting.popleft())
-        return [item for item in batch if item.begin()]
 
     def _send(self, items: list[Item]) -> None:
         function = items[0].function
@@ -508,7 +505,7 @@ class TaskQueue:
             self._was_lost(call, error, has_begun=True)
             return
         self._calls.discard(call)
-        self._has_had_workers, self._starved_since = True, None
+        self._stalled_since = None
         rows = done.result()
         self._waiting.extendleft(reversed(call.items[len(rows) :]))
         for item, (kind, data, text, seconds) in zip(call.items, rows, strict=False):
@@ -556,134 +553,27 @@ class TaskQueue:
             self._ray.cancel(call.ref, force=True)
 
 
-class Scheduler:
-    """Sends the items of a pool to Ray, in a thread of its own."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.ray = connection.ray
-        self.by_client: bool = self.ray.util.client.ray.is_connected()
-        self._connection = connection
-        self._events: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._queues: dict[str, TaskQueue] = {}
-        self._functions: dict[bytes, Function] = {}
-        self._lock = threading.Lock()
-        self._closed: BaseException | None = None
-        self.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        self.task = self.ray.remote(call_items if self.by_client else call_items_on_node)
-        self._thread = threading.Thread(target=self._run, name="nemo-run-ray-work", daemon=True)
-        self._thread.start()
-
-    def queue(self, **reserved: Any) -> TaskQueue:
-        """The queue for workers that reserve this: see ``TaskQueue``."""
-        key = repr(sorted(reserved.items()))
-        with self._lock:
-            if key not in self._queues:
-                self._queues[key] = TaskQueue(self, **reserved)
-            return self._queues[key]
-
-    def function(self, function: Callable[..., Any]) -> Function:
-        """The function as workers get it; equal ones share what was measured.
-
-        Raises:
-            CannotBeSent: it is not callable, or cannot be pickled; the message names what it holds.
-        """
-        name = getattr(function, "__qualname__", None) or type(function).__name__
-        if not callable(function):
-            raise CannotBeSent(f"{function!r} is not callable; expected is a function of one item.")
-        data = _dumps(function, f"The function {name}", [function])
-        with self._lock:
-            found = self._functions.setdefault(data, Function(name, data))
-            while len(self._functions) > FUNCTIONS_MAX:
-                del self._functions[next(iter(self._functions))]
-            return found
-
-    def post(self, event: Callable[[], Any]) -> None:
-        """Run something in the scheduler's thread.
-
-        Raises:
-            PoolClosed: the pool is closed.
-            ConfigError: it is that of the process which forked this one.
-        """
-        self._connection.check_process()
-        with self._lock:  # what is posted before the close is ended by it
-            if self._closed is not None:
-                raise PoolClosed(f"The pool takes no more work: {self._closed}")
-            self._events.put(event)
-
-    def close(self) -> None:
-        """End all tasks; items that have not ended fail."""
-        with self._lock:
-            self._closed = WorkerDied("The pool was closed.")
-        self._events.put(lambda: None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while self._closed is None:
-                self._turn()
-        except BaseException as error:  # a fault of this thread must not leave callers waiting
-            with self._lock:
-                self._closed = error
-            raise
-        finally:
-            while not self._events.empty():
-                with suppress(Exception):  # what it is about fails below
-                    self._events.get_nowait()()
-            for task_queue in self._queues.values():
-                task_queue.end(self._closed or WorkerDied("The pool was closed."))
-
-    def _turn(self) -> None:
-        with self._lock:
-            queues = list(self._queues.values())
-        with suppress(queue.Empty):
-            is_busy = any(one.is_busy for one in queues)
-            self._events.get(timeout=_STEP_S if is_busy else None)()
-            for _ in range(self._events.qsize()):
-                self._events.get_nowait()()
-        now = time.monotonic()
-        with self._lock:
-            queues = list(self._queues.values())
-        starved = [one for one in queues if one.is_starved(now)]
-        for task_queue in queues:
-            try:
-                task_queue.step(now, is_held_back=bool(starved) and task_queue not in starved)
-            except Exception as error:  # other queues are not affected
-                task_queue.end(error)
-
-
 def pickle_arguments(what: str, /, *arguments: Any, **named: Any) -> bytes:
     """The arguments of one call as bytes; ``what`` begins the message.
 
     Raises:
-        CannotBeSent: one of them cannot be pickled.
+        CannotBeSent: one of them cannot be pickled; the message names what it holds.
     """
-    return _dumps((arguments, named), what, [*arguments, *named.values()])
-
-
-def _dumps(value: Any, what: str, parts: Sequence[Any]) -> bytes:
-    """A value as bytes; ``parts`` are searched for what cannot be pickled."""
     from ray import cloudpickle
-
-    try:
-        return bytes(cloudpickle.dumps(value, protocol=5))
-    except Exception as error:  # any that an object's own __reduce__ raises
-        culprit = next(filter(None, map(_culprit, parts)), "")
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise CannotBeSent(
-            f"{what} cannot be sent to a worker: {culprit}{text}. "
-            "Send what it is made from, and make it in the function."
-        ) from error
-
-
-def _culprit(value: Any) -> str:
-    """The object inside that cannot be pickled, by Ray's own search."""
     from ray.util import inspect_serializability
 
     try:
-        _, failures = inspect_serializability(value, name="it", print_file=io.StringIO())
-    except Exception:  # the search calls the object's own code, which has failed before
-        return ""
-    named = [
-        (".".join(map(str, getattr(one, "path", ()) or [one.name])), one.obj) for one in failures
-    ]
-    return min((f"{path} is of type {type(obj).__name__}; " for path, obj in named), default="")
+        return bytes(cloudpickle.dumps((arguments, named), protocol=5))
+    except Exception as error:  # any that an object's own __reduce__ raises
+        culprits = []
+        for part in (*arguments, *named.values()):
+            with suppress(Exception):  # the search calls the object's own code
+                _, failures = inspect_serializability(part, "it", print_file=io.StringIO())
+                for found in failures:
+                    path = ".".join(map(str, getattr(found, "path", ()) or [found.name]))
+                    culprits.append(f"{path} is of type {type(found.obj).__name__}; ")
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise CannotBeSent(
+            f"{what} cannot be sent to a worker: {min(culprits, default='')}{text}. "
+            "Send what it is made from, and make it in the function."
+        ) from error

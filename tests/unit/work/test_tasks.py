@@ -1,29 +1,23 @@
 """Batches, and what becomes of items whose task fails."""
 
-import math
 import pickle
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_run_ray.errors import ConfigError, WorkerDied
-from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.work import tasks
 from nemo_run_ray.work.tasks import (
     BATCH_BYTES_MAX,
     BATCH_MAX,
     LOSSES_MAX,
-    TASKS_PER_WORKER,
     Function,
     Item,
-    Scheduler,
+    TaskQueue,
 )
 from tests.conftest import wait_for
 
@@ -51,32 +45,6 @@ def test_short_items_travel_together_and_long_or_large_ones_alone(
     function, waiting, item_bytes, count
 ):
     assert function.batch(waiting, workers=2, item_bytes=item_bytes) == count
-
-
-@given(
-    seconds=st.floats(0, 1e3),
-    result_bytes=st.integers(0, 2**30),
-    waiting=st.integers(1, 10**6),
-    workers=st.integers(0, 1000),
-    item_bytes=st.floats(0, 2**30),
-)
-def test_a_batch_has_an_item_and_keeps_to_its_bounds(
-    seconds, result_bytes, waiting, workers, item_bytes
-):
-    function = paced(seconds, result_bytes)
-    count = function.batch(waiting, workers, item_bytes)
-    share = math.ceil(waiting / max(workers * TASKS_PER_WORKER, 1))
-    assert 1 <= count <= min(BATCH_MAX, share)
-    assert count == 1 or count * max(item_bytes, result_bytes) <= BATCH_BYTES_MAX
-
-
-def test_a_worker_keeps_a_bounded_number_of_functions():
-    for number in range(tasks.FUNCTIONS_MAX + 5):
-        function, item = pickle.dumps(partial(pow, number)), pickle.dumps(((2,), {}))
-        ((_, data, _, _),) = tasks.call_items(function, [item], None)
-        assert pickle.loads(data) == number**2
-    assert len(tasks._functions) == tasks.FUNCTIONS_MAX
-    tasks._functions.clear()
 
 
 class RayError(Exception):
@@ -179,22 +147,30 @@ def ray(monkeypatch):
 
 
 @pytest.fixture
-def scheduler(ray):
-    made = Scheduler(SimpleNamespace(ray=ray, check_process=lambda: None))
-    yield made
-    made.close()
+def make(ray):
+    """Makes queues of tasks."""
+    made = []
+
+    def queue(**reserved) -> TaskQueue:
+        connection = SimpleNamespace(ray=ray, check_process=lambda: None)
+        made.append(TaskQueue(connection, **reserved))
+        return made[-1]
+
+    yield queue
+    for one in made:
+        one.close()
 
 
 @pytest.fixture
-def send(scheduler, ray):
+def send(make, ray):
     """Submits items and waits for their tasks."""
-    function = Function("double", b"")
+    function, tasks = Function("double", b""), make()
 
-    def sent(count=1, cpus=1.0, **fields) -> list[Item]:
+    def sent(count=1, **fields) -> list[Item]:
         items = [Item(function, b"", **fields) for _ in range(count)]
         number = len(ray.tasks)
         for item in items:
-            scheduler.queue(cpus=cpus).submit(item)
+            tasks.submit(item)
         wait_for(lambda: len(ray.tasks) > number)
         return items
 
@@ -260,26 +236,6 @@ def test_a_call_has_its_time_from_when_it_has_begun(send, ray):
     assert ray.tasks[0].is_cancelled
 
 
-def test_other_queues_are_held_back_while_one_finds_no_room(send, ray, monkeypatch):
-    monkeypatch.setattr(tasks, "_STARVED_S", 0.3)
-    send(20)
-    next_task(ray, 1, "one").finish(1)
-    (large,) = send(cpus=0.5)
-    wait_for(lambda: ray.tasks[-1].items)
-    time.sleep(0.6)
-    number = len(ray.tasks)
-    for task in ray.tasks[:-1]:
-        if not task.future_of_end.done():
-            task.begin("one")
-            task.finish(1)
-    time.sleep(0.3)
-    assert len(ray.tasks) == number, "no further task of the other queue"
-    ray.tasks[-1].begin("two")
-    ray.tasks[-1].finish(3)
-    assert large.future.result(10) == 3
-    wait_for(lambda: len(ray.tasks) > number)
-
-
 def test_a_line_says_what_the_first_worker_waits_for(send, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "_FIRST_TELL_S", 0.1)
     send()
@@ -288,20 +244,20 @@ def test_a_line_says_what_the_first_worker_waits_for(send, monkeypatch, capsys):
     assert "CPU 1; the nodes can have 2 when nothing else runs" in line
 
 
-def test_an_item_whose_function_cannot_be_stored_fails_alone(ray, scheduler, send):
+def test_an_item_whose_function_cannot_be_stored_fails_alone(ray, make, send):
     ray.is_full = True
     item = Item(Function("double", b""), b"")
-    scheduler.queue().submit(item)
+    make().submit(item)
     with pytest.raises(OSError, match="No space left"):
         item.future.result(10)
     ray.is_full = False
     send()
 
 
-def test_items_that_come_while_others_are_given_up_are_not_lost(scheduler, ray):
-    queue, function = scheduler.queue(), Function("double", b"")
+def test_items_that_come_while_others_are_given_up_are_not_lost(make, ray):
+    queue, function = make(), Function("double", b"")
     may_go = threading.Event()
-    scheduler.post(lambda: may_go.wait(10))
+    queue._post(lambda: may_go.wait(10))
     old, new = Item(function, b"old"), Item(function, b"new")
     queue.submit(old)
     queue.give_up([old])
@@ -311,19 +267,11 @@ def test_items_that_come_while_others_are_given_up_are_not_lost(scheduler, ray):
     assert new.future.result(10) == 1
 
 
-def test_a_bounded_number_of_functions_is_kept(scheduler):
-    first = scheduler.function(abs)
-    assert scheduler.function(abs) is first
-    for number in range(tasks.FUNCTIONS_MAX):
-        scheduler.function(lambda _, number=number: number)
-    assert scheduler.function(abs) is not first
-
-
-def test_what_no_worker_can_reserve_is_refused(scheduler):
+def test_what_no_worker_can_reserve_is_refused(make):
     with pytest.raises(ConfigError, match="needs max_workers"):
-        scheduler.queue(cpus=0)
+        make(cpus=0)
     with pytest.raises(ConfigError, match="max_workers must be greater than 0"):
-        scheduler.queue(max_workers=0)
+        make(max_workers=0)
 
 
 @pytest.mark.parametrize(
@@ -338,9 +286,10 @@ def test_what_no_worker_can_reserve_is_refused(scheduler):
         ({"cpus": 0.5, "gpus": 0.2}, 10),
     ],
 )
-def test_living_nodes_have_slots_for_workers(scheduler, reserved, slots):
-    nodes = [
-        Node("n", "host", "10.0.0.1", {"pool": "a"}, {"CPU": 8.0, "GPU": 2.0}),
-        Node("m", "host", "10.0.0.2", {}, {"CPU": 4.0}),
-    ]
-    assert scheduler.queue(**reserved)._slots_of(nodes) == slots
+def test_living_nodes_have_slots_for_workers(ray, make, reserved, slots):
+    gpus = {"Labels": {"pool": "a"}, "Resources": {"CPU": 8.0, "GPU": 2.0}}
+    (first, second) = ray.nodes()
+    ray.nodes = lambda: [{**first, **gpus}, {**second, "Resources": {"CPU": 4.0}}]
+    tasks = make(**reserved)
+    tasks._look(0.0)
+    assert tasks._slots == slots
