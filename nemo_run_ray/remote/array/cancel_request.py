@@ -7,12 +7,11 @@ removed it, which it does when the journal has what the request says.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
 from contextlib import suppress
-from typing import Iterator, List, Tuple
+from typing import List, Tuple
 
 from ..files import open_own
 from ..node.output import say
@@ -59,49 +58,10 @@ def run(submission_id: str, request: str) -> int:
     return 0
 
 
-class CancelRequests:
-    """The requests for one array, as its driver finds them.
-
-    Args:
-        folder: that ``log_folder`` gives.
-        submission_id: of the array.
-    """
-
-    def __init__(self, folder: str, submission_id: str) -> None:
-        self._folder = folder
-        self._prefix = _prefix(submission_id)
-
-    def find(self, count: int) -> Iterator[Tuple[str, List[Range], bool]]:
-        """The requests that nobody has removed, for an array of so many elements.
-
-        Yields:
-            The path of the request, the ranges, and whether those are left alone that have begun.
-        """
-        for path in self._paths():
-            try:
-                with open(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
-                    given = json.load(file)
-                ranges = [(max(0, first), min(last, count - 1)) for first, last in given["cancel"]]
-                yield path, ranges, given["only_waiting"]
-            except (ValueError, TypeError, KeyError, PermissionError) as error:
-                say(f"{path} is no request to cancel elements: {error}")
-                self.remove(path)
-            except OSError:
-                continue  # its job has waited too long
-
-    def remove(self, path: str) -> None:
-        """Tell the job of a request that the driver has taken it."""
-        with suppress(OSError):
-            os.remove(path)
-
-    def remove_all(self) -> None:
-        """Remove those that come too late."""
-        for path in self._paths():
-            self.remove(path)
-
-    def _paths(self) -> List[str]:
-        names = [name for name in os.listdir(self._folder) if name.startswith(self._prefix)]
-        return [os.path.join(self._folder, name) for name in sorted(names)]
+def request_paths(folder: str, submission_id: str) -> List[str]:
+    """The requests for one array that its driver has not removed."""
+    names = [name for name in os.listdir(folder) if name.startswith(_prefix(submission_id))]
+    return [os.path.join(folder, name) for name in sorted(names)]
 
 
 def _prefix(submission_id: str) -> str:

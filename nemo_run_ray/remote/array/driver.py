@@ -4,45 +4,62 @@ It holds no resources. On every node with room one host runs as many elements as
 nodes that join get one, and what a dead host had is leased again when it is proven that nothing of
 it runs. Killed, the driver is started again and continues from its journal.
 
-``ray`` is imported late; ``_free_of`` asks it for what each node has free.
+``ray`` is imported late; ``HostStarts.free`` asks it for what each node has free.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
-from ..files import write_file
-from ..fit import Node, ResourceRequest, matches, nodes_of, slots, why_not
+from ..files import open_own, write_file
+from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, slots, why_not
+from ..fit import hosts as nodes_that_fit
 from ..group.driver import connect
-from ..hosts.actors import forget_runtime_env
-from ..hosts.calls import Answer, Calls, Died, Pulled
+from ..hosts.actors import (
+    Actor,
+    Actors,
+    ReplicaHandle,
+    forget_runtime_env,
+    module_function,
+    prepare_order,
+)
+from ..hosts.calls import Answer, Calls, Died
+from ..hosts.relay import PROGRAM
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, remove_secrets, secrets_of
 from ..node.supervise import Runner
 from ..spec import ArrayRows, ArraySpec, status_file_name
 from ..status import STATES_FILE, JobExit, Reason, cause_of, file_of, node_dead_s
-from .cancel_request import CancelRequests, log_folder
+from .cancel_request import log_folder, request_paths
 from .elements import ArrayProgress, ElementState, HostRecord, Leases
-from .hosts import Backoff, Host, HostStarts, HostState, hosts_to_start
 
-#: Seconds for which a host gets no elements whose node has no room for another process.
-_FULL_S = 30.0
 #: Seconds between two looks at the nodes, and two attempts to write to a disk that is full.
 _LOOK_S = 1.0
 #: Seconds at the end, beyond the grace period, for hosts that have died or do not answer.
 _CLOSE_S = 60.0
+#: Seconds for which the head's disk is waited for when nothing else is to be done.
+_DISK_S = 60.0
 #: Seconds that a host's reports may wait for others: short elements end by the hundred.
 _GATHER_S = 0.05
 #: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
 #: may be killed once. And such nodes that stand for all those that no host could be tried on.
 _DEATHS_MAX, _NODES_MAX = 5, 3
+#: Seconds until a node is tried again where no host could begin, at first and at most.
+_AGAIN_S, _AGAIN_MAX_S = 5.0, 300.0
 #: Seconds between two lines of progress, and two that say that the array waits for resources.
 _TELL_S = 30.0
+#: Seconds until a host is given up that has not come up: others may have got its resources.
+_PLACED_S = 900.0
 #: Seconds beyond the grace period until a host is given up that was told to end or to leave.
 _END_MARGIN_S = 30.0
 #: Seconds until dead hosts are swept again, and until an answer of a sweep counts as lost.
@@ -56,47 +73,166 @@ _RATE_ROWS = 30
 
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
     """Run an array to its end; its exit code."""
-    values = secrets_of(spec.secrets)
     try:
-        return _run(runner, spec, job, submission_id, values)
+        folder, secrets = log_folder(submission_id), secrets_of(spec.secrets)
+        path = os.path.join(jobs_folder(), job, spec.elements)
+        leases = Leases(spec, path, submission_id, folder)
+        requests = partial(request_paths, folder, submission_id)
+        config, ray = forget_runtime_env(), connect()
+        try:
+            starts = HostStarts(ray, spec, job, secrets, config, leases.progress.count)
+            status = StatusFile(folder, submission_id)
+            calls = Calls(ray, _GATHER_S)
+            return ArrayDriver(runner, spec, leases, ray, starts, calls, status, requests).run()
+        finally:
+            for late in requests():
+                with suppress(OSError):
+                    os.remove(late)
+            ray.shutdown()
     finally:
         remove_secrets()  # of a driver that is killed they are left: it is started again
 
 
-def _run(
-    runner: Runner, spec: ArraySpec, job: str, submission_id: str, values: Mapping[str, str]
-) -> int:
-    config = forget_runtime_env()
-    folder = log_folder(submission_id)
-    path = os.path.join(jobs_folder(), job, spec.elements)
-    leases = Leases(spec, path, submission_id, folder)
-    status = StatusFile(folder, submission_id)
-    requests = CancelRequests(folder, submission_id)
-    ray = connect()
-    try:
-        starts = HostStarts(ray, spec, job, values, config, leases.progress.count)
-        calls = Calls(ray, _GATHER_S)
-        driver = ArrayDriver(runner, spec, leases, ray, starts, calls, status, requests, _free_of)
-        return driver.run()
-    finally:
-        requests.remove_all()
-        leases.close()
-        ray.shutdown()
+class HostState(Enum):
+    """The state of an element host."""
+
+    #: It was started, and is not prepared yet.
+    STARTING = "starting"
+    READY = "ready"
+    #: It was told to end what it runs, and to start nothing.
+    ENDING = "ending"
+    #: It has ended everything, and was told to remove its notes and folders.
+    LEAVING = "leaving"
 
 
-def _free_of(ray: Any) -> Dict[str, Dict[str, float]]:
-    """The free resources of every node."""
-    from ray.autoscaler.v2.sdk import get_cluster_status
+@dataclass(eq=False)
+class Host:
+    """One host.
 
-    try:
-        status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    except ray.exceptions.RayError as error:  # no host is started meanwhile
-        say(f"Ray does not say what its nodes have free: {error}")
-        return {}
-    return {
-        node.node_id: {row.resource_name: row.total - row.used for row in node.resource_usage.usage}
-        for node in (*status.active_nodes, *status.idle_nodes)
-    }
+    Attributes:
+        record: its record.
+        replica: its handle for the driver's calls.
+        actor: the actor that passes its orders and reports on.
+        slots: how many elements it runs at a time.
+        deadline: when it is given up.
+    """
+
+    record: HostRecord
+    replica: ReplicaHandle
+    actor: Actor
+    slots: int
+    deadline: float = math.inf
+    state: HostState = HostState.STARTING
+
+
+class HostStarts:
+    """Starts hosts, and programs that end what dead ones have left.
+
+    Args:
+        ray: the module, connected.
+        spec: the array.
+        job: name of the job.
+        secrets: the values of its secrets.
+        config: the job's configuration as Ray gave it to the driver.
+        count: number of elements.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        spec: ArraySpec,
+        job: str,
+        secrets: Mapping[str, str],
+        config: str,
+        count: int,
+    ) -> None:
+        self._ray, self._role = ray, spec.host
+        self._prepare = partial(prepare_order, job=job, secrets=secrets, config_of_job=config)
+        self._order = {
+            "gpus": spec.host.resources.get("GPU", 0.0),
+            "runs": spec.runs,
+            "targets": spec.targets,
+            "elements": spec.elements,
+            "count": count,
+        }
+        self._actors, self._program = Actors(ray), ray.remote(module_function())
+        self._on = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+
+    def free(self) -> Dict[str, Dict[str, float]]:
+        """The free resources of every node."""
+        from ray.autoscaler.v2.sdk import get_cluster_status
+
+        try:
+            status = get_cluster_status(self._ray.get_runtime_context().gcs_address)
+        except self._ray.exceptions.RayError as error:  # no host is started meanwhile
+            say(f"Ray does not say what its nodes have free: {error}")
+            return {}
+        return {
+            node.node_id: {
+                row.resource_name: row.total - row.used for row in node.resource_usage.usage
+            }
+            for node in (*status.active_nodes, *status.idle_nodes)
+        }
+
+    def start(self, record: HostRecord, node: Node, count: int) -> Tuple[Host, Dict[str, Any]]:
+        """Start the actor of a host on a node; Ray keeps its resources for the slots.
+
+        Returns:
+            The host, and the order that makes it ready.
+        """
+        role = self._role
+        resources = {key: amount * count for key, amount in role.resources.items()}
+        replica = ReplicaHandle(
+            (role.name, record.number), role, node, 0, record.tag, record.run_dir
+        )
+        strategy = self._on(node.node_id, soft=False)
+        actor = self._actors.start([replica], resources, strategy, "array.host")
+        host = Host(record, replica, actor, count, time.monotonic() + _PLACED_S)
+        return host, {**self._prepare(replica), **self._order, "slots": count}
+
+    def sweep(self, node_id: str, swept: Sequence[HostRecord], forgotten: Sequence[str]) -> Any:
+        """Start the program of ``notes.py`` on a node; a reference for ``swept``."""
+        rows = [[record.number, record.tag, record.run_dir] for record in swept]
+        request = json.dumps({"sweep": rows, "forget": list(forgotten)})
+        env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
+        task = self._program.options(
+            num_cpus=0, max_retries=0, scheduling_strategy=self._on(node_id, soft=False)
+        )
+        return task.remote(self._actors.package, PROGRAM, f"{__package__}.notes", request, env)
+
+    def swept(self, reference: Any) -> Optional[Mapping[str, Any]]:
+        """The answer of a sweep; ``None`` when it is not there yet."""
+        if not self._ray.wait([reference], timeout=0)[0]:
+            return None
+        try:
+            answer: Mapping[str, Any] = json.loads(self._ray.get(reference))
+        except self._ray.exceptions.RayError as error:
+            return {"swept": [], "remaining": f"{type(error).__name__}: {error}"}
+        return answer
+
+
+def hosts_to_start(
+    available: Mapping[str, Mapping[str, float]], need: Mapping[str, float], wanted: int
+) -> List[Tuple[str, int]]:
+    """The hosts to start, as nodes and slots: evenly over the nodes that have room.
+
+    Args:
+        available: what each node has free.
+        need: of one element; never empty.
+        wanted: how many elements they are to run at a time in all.
+    """
+    rooms = sorted((slots(resources, need), node) for node, resources in available.items())
+    gpus = need.get("GPU", 0.0)
+    # Ray gives an actor a part of one GPU, or whole ones.
+    most = max(1, int(1.0 / gpus + TOLERANCE)) if gpus % 1 else sys.maxsize
+    planned = []
+    for index, (room, node) in enumerate(rooms):
+        count = min(room, max(0, wanted) // (len(rooms) - index))
+        wanted -= count
+        while count > 0:
+            planned.append((node, min(most, count)))
+            count -= most
+    return planned
 
 
 class ArrayDriver:
@@ -118,22 +254,17 @@ class ArrayDriver:
         starts: HostStarts,
         calls: Calls,
         status: StatusFile,
-        requests: CancelRequests,
-        free_of: Callable[[Any], Dict[str, Dict[str, float]]],
+        requests: Callable[[], List[str]],
     ) -> None:
-        self._runner = runner
-        self._spec = spec
-        self._leases = leases
-        self._progress = leases.progress
-        self._ray = ray
-        self._starts = starts
-        self._calls = calls
-        self._status = status
+        self._runner, self._spec, self._ray = runner, spec, ray
+        self._leases, self._progress = leases, leases.progress
+        self._starts, self._calls, self._status = starts, calls, status
         self._requests = requests
-        self._free_of = free_of
+        self._request = ResourceRequest(spec.host.resources, spec.host.label_selector)
         self._look_at = self._tell_at = 0.0
         self._nodes: Dict[str, Node] = {}
-        self._refusals = Backoff()
+        #: Of a node how often in a row no host could begin, and when the next one may be started.
+        self._refusals: Dict[str, Tuple[int, float]] = {}
         self._cannot: Set[str] = set()  # nodes that cannot run elements
         self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
         self._sweeps: Dict[str, Tuple[float, Any]] = {}  # by node, with the time of the next one
@@ -144,28 +275,43 @@ class ArrayDriver:
         # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
         self.dead = dict.fromkeys((record.number for record in leases.hosts), False)
         self.broken: Optional[Tuple[Reason, str]] = None
-        leases.pause = self._pause
 
     def run(self) -> int:
         """Run it to its end; the exit code."""
-        self._runner.left_on = None  # until all hosts have ended
+        runner, progress = self._runner, self._progress
+        runner.left_on = None  # until all hosts have ended
         if self._leases.continues:
-            ended, count = self._progress.ended_count, self._progress.count
-            say(f"the driver continues: {ended} of {count} elements have ended")
+            say(
+                f"the driver continues: {progress.ended_count} of {progress.count} elements "
+                "have ended"
+            )
         while not self._is_done():
             self._turn()
-        is_written = self._leases.commit()
-        self._progress.is_over = True
-        self._status.write(self._progress, 0)
-        code, ending = self._outcome(is_written)
-        nodes = self._left_on()
+        self._commit()
+        progress.cancel_rest()
+        self._status.write(progress, 0, is_last=True)
+        failed, succeeded = map(progress.number, (ElementState.FAILED, ElementState.SUCCEEDED))
+        say(f"{succeeded} of {progress.count} elements succeeded, {failed} failed")
+        code, cause = (JobExit.SOME_FAILED, Reason.EXIT_CODE) if failed else (0, Reason.NONE)
+        ending = f"exit code {int(code)}"
+        if self.broken is not None:
+            code, (cause, ending) = 1, self.broken
+        elif self._stopped_by == "":
+            runner.cancelled = True
+            code, cause, ending = 143, Reason.CANCELLED, "cancelled"
+        # Nothing says of these that their processes have ended.
+        numbers = set(self._perhaps_alive)
+        numbers.update(
+            number for number, host in self.hosts.items() if host.state is not HostState.LEAVING
+        )
+        nodes = sorted({self._leases.hosts[number].node_id[:12] for number in numbers})
         place = f"on {', '.join(nodes)}, where nothing says that all have ended"
-        self._runner.left_on = (place,) if nodes else ()
+        runner.left_on = (place,) if nodes else ()
         if nodes:
             ending = f"{ending}; {MAY_BE_LEFT} {place}"
-        elif self._runner.cancelled:
+        elif runner.cancelled:
             ending = f"{ending}; {NO_PROCESS_LEFT}"
-        self._runner.ending = ending
+        runner.cause, runner.ending = cause.name, ending
         return code
 
     def _turn(self) -> None:
@@ -177,19 +323,20 @@ class ArrayDriver:
             self._cancel_requested()
             self.look(now)
         for answer in self._calls.answers():
-            if isinstance(answer, Died):
-                self.died(answer)
-            else:
-                self.hear(answer)
-        self._check_failures()
+            self.hear(answer)
+        failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
+        if self.broken is not None:
+            self._stop(self.broken[1])
+        elif limit is not None and failed > limit and not self._is_stopped:
+            reason = f"more than {limit} elements have failed (max_failures)"
+            say(f"ending the array: {reason}")
+            self._stop(reason)
         if self._settled_at is None and (self._is_stopped or self._progress.is_settled):
             self._settled_at = now
         if not self._is_stopped:
             self.lease()
-        self._status.write(
-            self._progress,
-            sum(min(len(self._held(host)), host.slots) for host in self.hosts.values()),
-        )
+        running = (min(len(self._held(host)), host.slots) for host in self.hosts.values())
+        self._status.write(self._progress, sum(running))
 
     def _held(self, host: Host) -> Dict[int, int]:
         return self._leases.held(host.record.number)
@@ -197,66 +344,79 @@ class ArrayDriver:
     def _order(self, host: Host, do: str, **values: Any) -> None:
         self._calls.order(host.replica, {"do": do, **values})
 
+    def _commit(self) -> None:
+        """Write down what has changed, and return when the disk has it.
+
+        A disk that is full is waited for: meanwhile no element is started, and those that run
+        continue. An array that was cancelled waits no longer.
+
+        Raises:
+            OSError: the disk is still full, and nothing else is to be done.
+        """
+        until = time.monotonic() + _DISK_S
+        while True:
+            try:
+                self._leases.commit()
+                return
+            except OSError as error:
+                say(f"the head cannot write its journal ({error}); no element is started meanwhile")
+                if self._stopped_by == "":
+                    return
+                is_last = self._is_stopped or self._progress.is_settled
+                if is_last and time.monotonic() >= until:
+                    raise
+            time.sleep(_LOOK_S)
+            self._obey()
+
     # ------------------------------------------------------------------ leases
 
     def lease(self) -> None:
         """Lease elements to the hosts; the disk has it before a host hears of it."""
-        leases, now = self._leases, time.monotonic()
         rows: Dict[Host, List[List[Any]]] = {}
         for host in self.hosts.values():
-            may_have = host.state is HostState.READY and now >= host.rests_until
-            most = leases.pace.held(host.slots) if may_have else 0
-            if self._is_held_up(host, now):
-                most = min(most, host.slots)
-            while len(self._held(host)) < most:
-                row = leases.take(host.record.number)
-                if row is None:
-                    break
+            most = self._leases.most_held(host.slots) if host.state is HostState.READY else 0
+            while len(self._held(host)) < most and (row := self._leases.take(host.record.number)):
                 rows.setdefault(host, []).append(row)
-        if leases.commit():
-            for host, elements in rows.items():
-                self._order(host, "run", elements=elements)
-
-    def _is_held_up(self, host: Host, now: float) -> bool:
-        """Whether none has ended on a host for much longer than elements take."""
-        return now >= host.heard_at + self._leases.pace.patience_s
+        self._commit()
+        for host, elements in () if self._is_stopped else rows.items():
+            self._order(host, "run", elements=elements)
 
     def _cancel_requested(self) -> None:
         """Cancel what clients want, and say so to them when the disk has it."""
-        for path, ranges, only_waiting in self._requests.find(self._progress.count):
-            wanted = self._leases.cancel(ranges, only_waiting)
-            for host in self.hosts.values():
-                leased = wanted & self._held(host).items()
-                if leased:
-                    self._order(host, "cancel", elements=list(leased))
-            if self._leases.commit():
-                text = ", ".join(f"{first} to {last}" for first, last in ranges[:5])
+        for path in self._requests():
+            try:
+                with open(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
+                    request = json.load(file)
+                wanted = self._leases.cancel(request["cancel"], request["only_waiting"])
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                say(f"{path} is no request to cancel elements: {error}")
+            else:
+                for host in self.hosts.values():
+                    leased = wanted & self._held(host).items()
+                    if leased:
+                        self._order(host, "cancel", elements=list(leased))
+                self._commit()
+                text = ", ".join(f"{first} to {last}" for first, last in request["cancel"][:5])
                 say(f"the user has cancelled the elements {text}; {len(wanted)} have a host")
-                self._requests.remove(path)
+            with suppress(OSError):
+                os.remove(path)
 
     # ------------------------------------------------------------------ reports
 
-    def _host_of(self, answer: Answer) -> Optional[Host]:
-        """The host that has answered, unless it is given up."""
-        return self.hosts.get(answer.actor.replicas[0].replica_id[1])
-
-    def died(self, answer: Died) -> None:
-        """An actor cannot answer any more."""
-        host = self._host_of(answer)
-        if host is not None and answer.cause is not None:
-            self._refused(host, answer.words, answer.cause, has_started=False)
-        elif host is not None:
-            self._dead(host, answer.words)
-
-    def hear(self, answer: Pulled) -> None:
+    def hear(self, answer: Answer) -> None:
         """Take what an actor has answered, and ask it again."""
+        number = answer.actor.replicas[0].replica_id[1]
+        host = self.hosts.get(number)  # unless it is given up
+        if isinstance(answer, Died):
+            if host is not None:
+                self._lost(host, answer.words, answer.cause, has_started=answer.cause is None)
+            return
         for first, reports in answer.reports.values():
-            for number, report in enumerate(reports, start=first):
-                host = self._host_of(answer)
-                if host is not None and number == host.replica.seen:
+            for count, report in enumerate(reports, start=first):
+                if host is not None and number in self.hosts and count == host.replica.seen:
                     host.replica.seen += 1
                     self._report(host, json.loads(report))
-        if self._host_of(answer) is not None:
+        if number in self.hosts:
             self._calls.pull(answer.actor)
 
     def _report(self, host: Host, report: Mapping[str, Any]) -> None:
@@ -266,93 +426,68 @@ class ArrayDriver:
             write(prefix + str(report["text"])[:-1].replace("\n", f"\n{prefix}") + "\n")
         elif kind == "ended":
             if self._leases.ended(number, report["row"]):
-                host.heard_at = time.monotonic()
-                self._refusals.forget(host.record.node_id)
+                self._refusals.pop(host.record.node_id, None)
                 self._cannot.discard(host.record.node_id)
         elif kind == "prepared":
             if host.state is HostState.STARTING:
-                host.state, host.deadline = HostState.READY, float("inf")
-                host.heard_at = time.monotonic()
+                host.state, host.deadline = HostState.READY, math.inf
                 say(f"{node} runs {host.slots} element(s) at a time")
-        elif kind == "unprepared":
-            self._refused(host, str(report["reason"]), Reason.NOT_STARTED, has_started=True)
         elif kind == "obstacles":
             say(
                 f"on {node} the imports {', '.join(report['obstacles'])}, which a fork does "
                 "not have. So each element imports anew, which takes seconds in place of "
                 "milliseconds"
             )
-        elif kind == "lost":
-            if self._leases.give_back(report["lease"], number, has_run=True):
-                element, _ = report["lease"]
-                say(f"the process was killed that knew how element {element} has ended")
-        elif kind == "handed_back":
-            host.is_asked = False
-            for lease in report["leases"]:
-                self._leases.give_back(lease, number, has_run=False)
-            if "reason" in report:
-                host.rests_until = time.monotonic() + _FULL_S
-                say(f"elements wait for other nodes, or for {_FULL_S:g} s: {report['reason']}")
         elif kind == "idle":
             # What it still has came when it was told to end.
             self._leases.give_back_all(number, has_run=False)
-            self._leases.commit()  # before it removes its notes
+            self._commit()  # before it removes its notes
             self._order(host, "leave")
             host.state, host.deadline = HostState.LEAVING, time.monotonic() + _END_MARGIN_S
         elif kind == "gone" and host.state is HostState.LEAVING:
             self._drop(host)
-        else:  # ``failed`` or ``gone``
-            self._dead(host, str(report.get("reason", "it was killed")))
+        else:  # ``unprepared``, ``failed`` or ``gone``
+            cause = Reason.NOT_STARTED if kind == "unprepared" else None
+            self._lost(host, str(report.get("reason", "it was killed")), cause)
 
-    def _dead(self, host: Host, reason: str) -> None:
-        """A host has died, or its actor has."""
-        if host.state is HostState.STARTING:
-            self._refused(host, reason, None, has_started=True)
-        else:
-            say(f"the host on {host.replica.node.host} has died: {reason}")
-            self._give_up(host)
-
-    def _refused(self, host: Host, reason: str, cause: Optional[Reason], has_started: bool) -> None:
-        """A host cannot run elements: others may, or none can.
+    def _lost(
+        self, host: Host, reason: str, cause: Optional[Reason], has_started: bool = True
+    ) -> None:
+        """A host has died, or cannot run elements: others may, or none can.
 
         Args:
-            host: the host; none is started on its node for a while.
+            host: the host; where it could not begin, none is started on its node for a while.
             reason: why.
             cause: the kind of the reason; ``None`` when it has just died.
             has_started: its actor was there, and may have begun something.
         """
-        node_id, node = host.record.node_id, host.replica.node.host
-        may_run = self._progress.has_run or any(map(self._leases.held, self._perhaps_alive))
-        deaths = self._refusals.add(node_id, time.monotonic())
-        if cause is not None or deaths >= _DEATHS_MAX:
-            self._cannot.add(node_id)
+        node_id, node, now = host.record.node_id, host.replica.node.host, time.monotonic()
         if has_started:
             self._give_up(host)
         else:
             self._drop(host)
+        if cause is None and host.state is not HostState.STARTING:
+            say(f"the host on {node} has died: {reason}")
+            return
+        failures, not_before = self._refusals.get(node_id, (0, 0.0))
+        failures += now >= not_before  # several hosts of a node count once
+        pause_s = min(_AGAIN_S * 2 ** min(failures - 1, 10), _AGAIN_MAX_S)
+        self._refusals[node_id] = failures, now + pause_s
+        if cause is not None or failures >= _DEATHS_MAX:
+            self._cannot.add(node_id)
+        fitting = {one.node_id for one in nodes_that_fit(self._request, list(self._nodes.values()))}
+        has_hope = len(self._cannot & fitting) < max(1, min(_NODES_MAX, len(fitting))) or any(
+            other.state is not HostState.STARTING or other.record.node_id not in self._cannot
+            for other in self.hosts.values()
+        )
         write(f"{reason}\n")
-        if may_run or self.broken is not None or not self._is_hopeless():
-            last = _last_line(reason)
-            say(f"a host on {node} could not begin; another one is tried later: {last}")
+        last_line = reason.strip().rpartition("\n")[2]  # of a traceback this is the error
+        if has_hope or self._progress.has_run:
+            say(f"a host on {node} could not begin; another one is tried later: {last_line}")
         elif cause is Reason.RUNTIME_ENV:
             self.broken = cause, cause_of(reason)
         else:
-            self.broken = Reason.NOT_STARTED, f"on {node}: {_last_line(reason)}"
-
-    def _is_hopeless(self) -> bool:
-        """Whether no node can be expected to run elements."""
-        if not self._cannot or any(
-            host.state is not HostState.STARTING or host.record.node_id not in self._cannot
-            for host in self.hosts.values()
-        ):
-            return False
-        role = self._spec.host
-        fitting = {
-            node_id
-            for node_id, node in self._nodes.items()
-            if matches(role.label_selector, node.labels) and slots(node.resources, role.resources)
-        }
-        return len(self._cannot & fitting) >= min(_NODES_MAX, len(fitting))
+            self.broken = Reason.NOT_STARTED, f"on {node}: {last_line}"
 
     # ------------------------------------------------------------------ hosts
 
@@ -361,21 +496,17 @@ class ArrayDriver:
         self._nodes = {node.node_id: node for node in nodes_of(self._ray.nodes())}
         waiting = self._progress.number(ElementState.WAITING)
         for host in list(self.hosts.values()):
-            held = self._held(host)
             is_ending = host.state in (HostState.ENDING, HostState.LEAVING)
             if host.record.node_id not in self._nodes or now >= host.deadline:
                 self._give_up(host)
-            elif not is_ending and not held and not waiting:
+            elif not is_ending and not waiting and not self._held(host):
                 self._end(host)
-            elif len(held) > host.slots and self._is_held_up(host, now) and not host.is_asked:
-                host.is_asked = True  # those that wait behind the ones that run are for others
-                self._order(host, "hand_back", count=len(held) - host.slots)
         self._prove(now)
         if waiting and not self._is_stopped:
             self._grow(now, waiting)
 
     def _grow(self, now: float, wanted: int) -> None:
-        hosts, role = list(self.hosts.values()), self._spec.host
+        hosts, nodes = list(self.hosts.values()), self._nodes
         starting = [host for host in hosts if host.state is HostState.STARTING]
         wanted -= sum(host.slots for host in starting)
         if self._spec.max_in_flight is not None:
@@ -384,29 +515,28 @@ class ArrayDriver:
             wanted = min(wanted, self._spec.max_in_flight - used)
         busy = {host.record.node_id for host in starting}
         busy |= {self._leases.hosts[number].node_id for number in self._perhaps_alive}
+        busy |= {node_id for node_id, (_, until) in self._refusals.items() if now < until}
         available = {
             node_id: resources
-            for node_id, resources in self._free_of(self._ray).items()
-            if node_id in self._nodes
+            for node_id, resources in self._starts.free().items()
+            if node_id in nodes
             and node_id not in busy
-            and self._refusals.is_over(node_id, now)
-            and matches(role.label_selector, self._nodes[node_id].labels)
+            and matches(self._request.selector, nodes[node_id].labels)
         }
-        planned = hosts_to_start(available, role.resources, wanted)
+        planned = hosts_to_start(available, self._request.resources, wanted)
         records = [self._leases.add_host(node_id) for node_id, _ in planned]
-        if planned and self._leases.commit():
-            for record, (node_id, count) in zip(records, planned):
-                host = self._starts.start(record, self._nodes[node_id], count)
-                self.hosts[record.number] = host
-                self._calls.pull(host.actor)
-                self._calls.order(host.replica, self._starts.prepare(host))
+        self._commit()
+        for record, (node_id, count) in zip(records, () if self._is_stopped else planned):
+            host, order = self._starts.start(record, nodes[node_id], count)
+            self.hosts[record.number] = host
+            self._calls.pull(host.actor)
+            self._calls.order(host.replica, order)
         if self.hosts:
             self._tell_at = now + _TELL_S
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
-            request = ResourceRequest(role.resources, role.label_selector)
-            why = why_not(request, list(self._nodes.values()))
-            why = why or f"no node has room now for an element, which needs {request}"
+            why = why_not(self._request, list(nodes.values()))
+            why = why or f"no node has room now for an element, which needs {self._request}"
             say(f"no element can begin: {why}; waiting")
 
     def _end(self, host: Host) -> None:
@@ -454,25 +584,25 @@ class ArrayDriver:
             until, sweep = self._sweeps.get(node_id, (0.0, None))
             answer = None if sweep is None else self._starts.swept(sweep)
             if answer is not None:
-                until = now
-                self._swept(records, answer)
+                self._sweeps[node_id] = now, None
                 if answer["remaining"]:
-                    until = now + _SWEEP_AGAIN_S
+                    self._sweeps[node_id] = now + _SWEEP_AGAIN_S, None
                     node = self._nodes[node_id].host
                     say(f"a dead host on {node} may still run elements: {answer['remaining']}")
-                self._sweeps[node_id] = until, None
+                else:
+                    self._swept(records, answer["swept"])
             elif now >= until:
                 unproven = [record for record in records if not self.dead[record.number]]
                 forgotten = [record.run_dir for record in records if record not in unproven]
                 sweep = self._starts.sweep(node_id, unproven, forgotten)
                 self._sweeps[node_id] = now + _SWEEP_MAX_S, sweep
 
-    def _swept(self, records: List[HostRecord], answer: Mapping[str, Any]) -> None:
+    def _swept(self, records: Sequence[HostRecord], rows: Sequence[Any]) -> None:
         """Take over the notes of dead hosts, of which nothing runs any more."""
-        for record in records if not answer["remaining"] else ():
+        for record in records:
             if self.dead[record.number]:
                 del self.dead[record.number]  # its notes are removed
-        for number, ended, begun in answer["swept"]:
+        for number, ended, begun in rows:
             before = len(self._leases.held(number))
             for row in ended:
                 self._leases.ended(number, row)
@@ -486,7 +616,7 @@ class ArrayDriver:
                     f"ended, and {again} are leased again"
                 )
             self.dead[number] = True
-        self._leases.commit()
+        self._commit()
 
     # ------------------------------------------------------------------ the end
 
@@ -498,40 +628,14 @@ class ArrayDriver:
         """Whether all has ended; what dead hosts have left is not waited for without a bound."""
         if self._settled_at is None:
             return False
-        is_late = time.monotonic() >= self._settled_at + self._spec.grace_s + _CLOSE_S
         # An array that is being ended does not wait for dead nodes: nothing runs a second time.
-        dead = (
+        dead = [
             number
             for number in self.dead
             if not self._is_stopped or self._leases.hosts[number].node_id in self._nodes
-        )
-        return is_late or not (self.hosts or any(True for _ in dead))
-
-    def _outcome(self, is_written: bool) -> Tuple[int, str]:
-        """The exit code, and how the array ended in words."""
-        failed = self._progress.number(ElementState.FAILED)
-        succeeded = self._progress.number(ElementState.SUCCEEDED)
-        say(f"{succeeded} of {self._progress.count} elements succeeded, {failed} failed")
-        if not is_written:
-            say("the head's disk has not taken how the last elements have ended, or their results")
-        if self.broken is not None:
-            cause, reason = self.broken
-            self._runner.cause = cause.name
-            return 1, reason
-        if self._stopped_by == "":
-            self._runner.cancelled, self._runner.cause = True, Reason.CANCELLED.name
-            return 143, "cancelled"
-        code = 0 if is_written else 1
-        if is_written and failed:
-            code = JobExit.SOME_FAILED
-        self._runner.cause = (Reason.EXIT_CODE if code else Reason.NONE).name
-        return code, f"exit code {code}"
-
-    def _left_on(self) -> List[str]:
-        """The nodes where processes may be left; none when the contrary is proven."""
-        living = [host for host in self.hosts.values() if host.state is not HostState.LEAVING]
-        numbers = {*(host.record.number for host in living), *self._perhaps_alive}
-        return sorted({self._leases.hosts[number].node_id[:12] for number in numbers})
+        ]
+        until = self._settled_at + self._spec.grace_s + _CLOSE_S
+        return not (self.hosts or dead) or time.monotonic() >= until
 
     def _obey(self) -> None:
         order = self._runner.order()
@@ -541,12 +645,6 @@ class ArrayDriver:
         if order is not None:
             self._stop("")
 
-    def _pause(self) -> bool:
-        """Wait a moment for the head's disk; false when nobody waits for it any longer."""
-        time.sleep(_LOOK_S)
-        self._obey()
-        return self._stopped_by != "" and self.broken is None
-
     def _stop(self, why: str) -> None:
         """End what runs, and lease no more."""
         if not self._is_stopped:
@@ -555,20 +653,6 @@ class ArrayDriver:
             for host in list(self.hosts.values()):
                 if host.state in (HostState.STARTING, HostState.READY):
                     self._end(host)
-
-    def _check_failures(self) -> None:
-        if self.broken is not None:
-            self._stop(self.broken[1])
-        failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
-        if limit is not None and failed > limit and not self._is_stopped:
-            reason = f"more than {limit} elements have failed (max_failures)"
-            say(f"ending the array: {reason}")
-            self._stop(reason)
-
-
-def _last_line(reason: str) -> str:
-    """Of a traceback this is the error."""
-    return reason.strip().rpartition("\n")[2]
 
 
 class StatusFile:
@@ -582,58 +666,48 @@ class StatusFile:
     """
 
     def __init__(self, folder: str, submission_id: str) -> None:
-        self._folder, self._submission_id = folder, submission_id
+        self._path = os.path.join(folder, status_file_name(submission_id))
+        self._states_path = os.path.join(folder, file_of(submission_id, STATES_FILE))
         self._write_at = self._write_states_at = 0.0
         self._tell_at = time.monotonic() + _TELL_S
         self._seen = deque([(time.monotonic(), 0)], maxlen=_RATE_ROWS)
 
-    def write(self, progress: ArrayProgress, running: int) -> None:
+    def write(self, progress: ArrayProgress, running: int, is_last: bool = False) -> None:
         """Show where the array is, at most once a second before its end.
 
         Args:
             progress: of the elements.
             running: how many slots are busy.
+            is_last: show the end.
         """
-        now, is_over = time.monotonic(), progress.is_over
-        if now >= self._write_at or is_over:
-            self._write_at = now + _WRITE_S
-            rows = self._rows(progress, running, now)
-            if now >= self._tell_at and not is_over:
-                self._tell_at = now + _TELL_S
-                say(_progress_line(rows))
-            self._replace(status_file_name(self._submission_id), json.dumps(rows))
-        if now >= self._write_states_at or is_over:
-            states = "".join(json.dumps(stretch) + "\n" for stretch in progress.stretches())
-            self._replace(file_of(self._submission_id, STATES_FILE), states)
-            self._write_states_at = now + _WRITE_S + _PAUSE * (time.monotonic() - now)
-
-    def _replace(self, name: str, content: str) -> None:
-        with suppress(OSError):  # a full disk: the array continues, and is not shown
-            write_file(os.path.join(self._folder, name), content)
-
-    def _rows(self, progress: ArrayProgress, running: int, now: float) -> ArrayRows:
-        ended = progress.ended_count
+        now, ended = time.monotonic(), progress.ended_count
+        if now < self._write_at and not is_last:
+            return
+        self._write_at = now + _WRITE_S
         self._seen.append((now, ended))
         first_at, first = self._seen[0]
         rate = (ended - first) / (now - first_at) if now > first_at else 0.0
-        left = progress.count - ended
-        return {
+        remaining = progress.count - ended
+        rows: ArrayRows = {
             "elements": progress.count,
             "succeeded": progress.number(ElementState.SUCCEEDED),
             "failed": progress.number(ElementState.FAILED),
             "cancelled": progress.number(ElementState.CANCELLED),
             "running": running,
-            "waiting": left - running,
+            "waiting": remaining - running,
             "elements_per_s": round(rate, 3),
-            "left_s": round(left / rate, 1) if rate > 0 else None,
+            "left_s": round(remaining / rate, 1) if rate > 0 else None,
             "failures": [*progress.failures],
         }
-
-
-def _progress_line(rows: ArrayRows) -> str:
-    """The progress, for those who follow the log."""
-    over = rows["succeeded"] + rows["failed"] + rows["cancelled"]
-    line = f"{over} of {rows['elements']} elements are over, {rows['failed']} failed"
-    if rows["left_s"] is None:
-        return line
-    return f"{line}; {rows['elements_per_s']:.3g} elements/s, about {rows['left_s']:.0f} s left"
+        if now >= self._tell_at and not is_last:
+            self._tell_at = now + _TELL_S
+            say(
+                f"{ended} of {progress.count} elements are over, {rows['failed']} failed; "
+                f"{rate:.3g} elements/s"
+            )
+        with suppress(OSError):  # a full disk: the array continues, and is not shown
+            write_file(self._path, json.dumps(rows))
+            if now >= self._write_states_at or is_last:
+                states = "".join(json.dumps(stretch) + "\n" for stretch in progress.stretches())
+                write_file(self._states_path, states)
+                self._write_states_at = now + _WRITE_S + _PAUSE * (time.monotonic() - now)

@@ -11,13 +11,11 @@ import fcntl
 import json
 import os
 import secrets
-import time
 from collections import deque
 from enum import IntEnum
-from itertools import groupby
+from itertools import chain, groupby
 from typing import (
     Any,
-    Callable,
     Deque,
     Dict,
     Iterator,
@@ -38,8 +36,6 @@ from .elements_file import NAME, Elements
 #: Kinds of records: a host may start the element; it has ended with an exit code; it was not
 #: started, or its host is proven dead; the user does not want it; a host may start elements.
 LEASED, ENDED, GIVEN_BACK, CANCELLED, HOST = range(1, 6)
-#: Seconds to wait for another driver's end, and between two looks.
-_LOCK_S, _LOCK_AGAIN_S = 60.0, 0.1
 
 
 class Record(NamedTuple):
@@ -79,7 +75,7 @@ class HostRecord(NamedTuple):
 
 
 class LinesFile:
-    """A file to which whole lines are added by one writer.
+    """A file to which whole lines are added by one writer, which has locked it.
 
     Args:
         path: of the file, which may hold lines of an earlier driver.
@@ -90,8 +86,8 @@ class LinesFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._fd = open_own(path, os.O_RDWR | os.O_CREAT)
-        _lock(self._fd, path)
+        self.fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self.fd, fcntl.LOCK_EX)  # a driver that was killed has it for a moment
         self._whole_bytes = sum(map(len, whole_lines(path)))
         self._unwritten: List[str] = []
 
@@ -108,17 +104,13 @@ class LinesFile:
         if not self._unwritten:
             return
         data = "".join(self._unwritten).encode()
-        view = memoryview(data)
-        os.ftruncate(self._fd, self._whole_bytes)  # what a full disk has left behind it
-        os.lseek(self._fd, self._whole_bytes, os.SEEK_SET)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        os.fdatasync(self._fd)
+        os.ftruncate(self.fd, self._whole_bytes)  # what a full disk has left behind it
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self.fd, data[written:], self._whole_bytes + written)
+        os.fdatasync(self.fd)
         self._whole_bytes += len(data)
         self._unwritten.clear()
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 def whole_lines(path: str) -> Iterator[bytes]:
@@ -132,22 +124,6 @@ def read_records(path: str) -> Iterator[Record | HostRecord]:
     for line in whole_lines(path):
         row = json.loads(line)
         yield HostRecord(*row) if row[1] == HOST else Record(*row)
-
-
-def _lock(fd: int, path: str) -> None:
-    """Wait until no other driver has the file, which one that was killed has for a moment."""
-    until = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() >= until:
-                os.close(fd)
-                raise TimeoutError(f"another driver of this array writes {path}") from error
-        except OSError:  # a file system without locks
-            return
-        time.sleep(_LOCK_AGAIN_S)
 
 
 #: Lost hosts after which an element has failed: it may be what kills them.
@@ -169,13 +145,6 @@ class ElementState(IntEnum):
     #: It has failed as often as it may.
     FAILED = 3
     CANCELLED = 4
-
-
-class Lease(NamedTuple):
-    """One attempt of an element, that a host may start."""
-
-    element: int
-    attempt: int
 
 
 class Stretch(NamedTuple):
@@ -207,7 +176,6 @@ class ArrayProgress:
         failures: the first ones: their indices, exit codes and reasons.
         has_run: an element has ended by itself.
         held: of every host the elements that it has, with their attempts.
-        is_over: no element begins any more, and none runs: those that are not over were cancelled.
     """
 
     def __init__(
@@ -216,7 +184,7 @@ class ArrayProgress:
         self.count = count
         self._retries, self._permanent_exit_codes = retries, permanent_exit_codes
         self.failures: List[Tuple[int, int, str]] = []
-        self.has_run = self.is_over = False
+        self.has_run = False
         self.held: Dict[int, Dict[int, int]] = {}
         self._states = bytearray(count)
         self._attempts = bytearray(count)
@@ -228,14 +196,11 @@ class ArrayProgress:
         self._counts = [count, 0, 0, 0, 0]
 
     def state(self, index: int) -> ElementState:
-        state = ElementState(self._states[index])
-        return ElementState.CANCELLED if self.is_over and state in _UNFINISHED else state
+        return ElementState(self._states[index])
 
     def number(self, state: ElementState) -> int:
         """The number of elements in a state."""
-        if self.is_over and state is ElementState.CANCELLED:
-            return self._counts[state] + sum(self._counts[other] for other in _UNFINISHED)
-        return 0 if self.is_over and state in _UNFINISHED else self._counts[state]
+        return self._counts[state]
 
     @property
     def ended_count(self) -> int:
@@ -245,9 +210,8 @@ class ArrayProgress:
     @property
     def is_settled(self) -> bool:
         """Whether no element begins any more: those that hosts have were cancelled."""
-        if self._counts[ElementState.WAITING]:
-            return False
-        return self._counts[ElementState.LEASED] == len(self._unwanted)
+        waiting, leased, *_ = self._counts
+        return not waiting and leased == len(self._unwanted)
 
     def next_lease(self, host: int) -> Optional[Record]:
         """A record that leases the next element to a host: those that wait again come first."""
@@ -293,43 +257,41 @@ class ArrayProgress:
             self._codes[index] = code & 0xFF
             self.has_run = self.has_run or is_wanted
         if has_ended and code == 0:
-            self._move(index, ElementState.SUCCEEDED)
-        elif not is_wanted:
-            self._move(index, ElementState.CANCELLED)
-        elif not has_ended and not code:
-            self._attempts[index] -= 1
-            self._wait_again(index)
-        elif has_ended:
-            # Attempts whose host has died cost no retry.
-            is_last = attempt > self._retries + self._losses.get(index, 0)
-            if is_last or code in self._permanent_exit_codes:
-                self._fail(index, code, reason)
-            else:
-                self._wait_again(index)
+            return self._move(index, ElementState.SUCCEEDED)
+        if not is_wanted:
+            return self._move(index, ElementState.CANCELLED)
+        losses = self._losses.get(index, 0)
+        if has_ended:  # attempts whose host has died cost no retry
+            has_failed = attempt > self._retries + losses or code in self._permanent_exit_codes
+        elif code:
+            losses = self._losses[index] = losses + 1
+            has_failed, code = losses >= LOSSES_MAX, LOST_CODE
+            reason = f"its host has died {losses} times"
         else:
-            losses = self._losses[index] = self._losses.get(index, 0) + 1
-            if losses >= LOSSES_MAX:
-                self._fail(index, LOST_CODE, f"its host has died {losses} times")
-            else:
-                self._wait_again(index)
+            self._attempts[index] -= 1
+            has_failed = False
+        if not has_failed:
+            self._again.append(index)
+            return self._move(index, ElementState.WAITING)
+        self._codes[index] = code & 0xFF
+        if len(self.failures) < _SHOWN_FAILURES:
+            self.failures.append((index, code, reason))
+        return self._move(index, ElementState.FAILED)
+
+    def cancel_rest(self) -> None:
+        """Count all elements that are not over as cancelled: none will begin or end."""
+        for index, state in enumerate(self._states):
+            if state in _UNFINISHED:
+                self._move(index, ElementState.CANCELLED)
 
     def stretches(self) -> Iterator[Stretch]:
         """The state of every element."""
         first = 0
-        for (_, attempts, code), same in groupby(zip(self._states, self._attempts, self._codes)):
+        rows = zip(self._states, self._attempts, self._codes)
+        for (state, attempts, code), same in groupby(rows):
             last = first + sum(1 for _ in same) - 1
-            yield Stretch(first, last, self.state(first).name.lower(), attempts, code)
+            yield Stretch(first, last, ElementState(state).name.lower(), attempts, code)
             first = last + 1
-
-    def _wait_again(self, index: int) -> None:
-        self._move(index, ElementState.WAITING)
-        self._again.append(index)
-
-    def _fail(self, index: int, code: int, reason: str) -> None:
-        self._codes[index] = code & 0xFF
-        self._move(index, ElementState.FAILED)
-        if len(self.failures) < _SHOWN_FAILURES:
-            self.failures.append((index, code, reason))
 
     def _move(self, index: int, state: ElementState) -> None:
         self._counts[self._states[index]] -= 1
@@ -349,35 +311,6 @@ _PER_SLOT_MAX = 64
 _WEIGHT = 0.1
 
 
-class ElementPace:
-    """The duration of an element: the mean of those that have ended, newer ones weighing more."""
-
-    def __init__(self) -> None:
-        self.seconds: Optional[float] = None
-
-    def measured(self, seconds: float) -> None:
-        """Take one more into account."""
-        if self.seconds is None:
-            self.seconds = seconds
-        else:
-            self.seconds += _WEIGHT * (seconds - self.seconds)
-
-    @property
-    def patience_s(self) -> float:
-        """For how long none may end on a host until those that wait there are for others."""
-        return _LONG_S + 2 * (self.seconds or 0.0)
-
-    def held(self, slots: int) -> int:
-        """The number of elements that a host may have: those that run, and those that keep it busy
-        until the driver has heard of their end."""
-        if self.seconds is None or self.seconds > _LONG_S:
-            return slots
-        ahead = slots * _ROUND_TRIP_S / max(self.seconds, 1e-4)
-        return slots + min(int(ahead) + 1, slots * _PER_SLOT_MAX)
-
-
-#: Seconds for which the head's disk is waited for when nothing else is to be done.
-_DISK_S = 60.0
 #: Failures that get a line in the log.
 _REPORTED_FAILURES = 20
 
@@ -393,11 +326,10 @@ class Leases:
 
     Attributes:
         progress: of the elements.
-        pace: how long they take.
+        seconds: how long an element takes: the mean, newer ones weighing more.
         hosts: all that the array has ever had, by their numbers.
         continues: there was an earlier driver.
         is_ending: all that runs was told to end: failures are its doing.
-        pause: waits a moment; false when the head's disk is to be waited for no longer.
     """
 
     def __init__(self, spec: ArraySpec, path: str, submission_id: str, folder: str) -> None:
@@ -407,11 +339,10 @@ class Leases:
             LinesFile(os.path.join(folder, file_of(submission_id, kind)))
             for kind in (JOURNAL_FILE, RESULTS_FILE)
         )
-        self.pace = ElementPace()
+        self.seconds: Optional[float] = None
         self.progress = ArrayProgress(len(self._elements), spec.retries, spec.permanent_exit_codes)
         self.hosts: List[HostRecord] = []
         self.continues = self.is_ending = False
-        self.pause: Callable[[], bool] = lambda: False
         for record in read_records(self._journal.path):
             self.continues = True
             if isinstance(record, HostRecord):
@@ -424,6 +355,14 @@ class Leases:
     def held(self, host: int) -> Dict[int, int]:
         """The elements that a host has, with their attempts."""
         return self.progress.held.get(host, {})
+
+    def most_held(self, slots: int) -> int:
+        """The number of elements that a host may have: those that run, and those that keep it busy
+        until the driver has heard of their end."""
+        if self.seconds is None or self.seconds > _LONG_S:
+            return slots
+        ahead = slots * _ROUND_TRIP_S / max(self.seconds, 1e-4)
+        return slots + min(int(ahead) + 1, slots * _PER_SLOT_MAX)
 
     def add_host(self, node_id: str) -> HostRecord:
         """A new host, which may be started after the next ``commit``."""
@@ -469,13 +408,14 @@ class Leases:
         Returns:
             The attempts that hosts have, and that are to be ended.
         """
-        leased = {
-            element: attempt
-            for elements in self.progress.held.values()
-            for element, attempt in elements.items()
-        }
+        leased: Dict[int, int] = {}
+        for elements in self.progress.held.values():
+            leased.update(elements)
+        indices = (
+            range(max(0, first), min(last + 1, len(self._elements))) for first, last in ranges
+        )
         wanted = set()
-        for index in (index for first, last in ranges for index in range(first, last + 1)):
+        for index in chain.from_iterable(indices):
             if index not in leased:
                 if self.progress.state(index) is ElementState.WAITING:
                     self._note(Record(index, CANCELLED))
@@ -505,35 +445,22 @@ class Leases:
             self._results.add([element, row[5]])
         state = self.progress.state(element)
         if state is not ElementState.CANCELLED:
-            self.pace.measured(seconds)
+            mean = seconds if self.seconds is None else self.seconds
+            self.seconds = mean + _WEIGHT * (seconds - mean)
             if code and self._reported < _REPORTED_FAILURES:
                 self._reported += 1
                 again = "; it is tried again" if state is ElementState.WAITING else ""
                 say(f"element {element} has failed: {reason}{again}")
         return True
 
-    def commit(self) -> bool:
-        """Write down what has changed, and return when the disk has it; false if it never has.
+    def commit(self) -> None:
+        """Write down what has changed, and return when the disk has it.
 
-        A disk that is full is waited for: meanwhile no element is started, and those that run
-        continue.
+        Raises:
+            OSError: the disk is full; the next call writes it.
         """
-        until = time.monotonic() + _DISK_S
-        while True:
-            try:
-                self._results.commit()  # first: no later driver would ask for them again
-                self._journal.commit()
-                return True
-            except OSError as error:
-                say(f"the head cannot write its journal ({error}); no element is started meanwhile")
-            is_last = self.is_ending or self.progress.is_settled
-            if not self.pause() or (is_last and time.monotonic() >= until):
-                return False
-
-    def close(self) -> None:
-        """Read and write no more."""
-        for file in (self._elements, self._results, self._journal):
-            file.close()
+        self._results.commit()  # first: no later driver would ask for them again
+        self._journal.commit()
 
     def _note(self, record: Record, reason: str = "") -> bool:
         is_new = self.progress.apply(record, reason)

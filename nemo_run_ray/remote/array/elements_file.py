@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
+from typing import Any, List
 
 #: Kinds of a target: a variable, one word of the command, all words from one on, a field of the
 #: configuration.
@@ -35,10 +35,6 @@ class Elements:
             has_header = has_header or line.startswith(b"{")
             place += len(line)
 
-    def close(self) -> None:
-        """Read no more."""
-        self._file.close()
-
     def __len__(self) -> int:
         return len(self._places)
 
@@ -47,56 +43,3 @@ class Elements:
         self._file.seek(self._places[index])
         values: List[Any] = json.loads(self._file.readline())
         return values
-
-
-class Target(NamedTuple):
-    """The part of a task that one value of an element changes.
-
-    Attributes:
-        kind: ``ENV``, ``WORD``, ``WORDS``, ``FIELD``, ``NAME``, ``TASK`` or ``ENVS``.
-        name: of the variable; dotted path of the field.
-        place: of the word in the command.
-    """
-
-    kind: str
-    name: str = ""
-    place: int = 0
-
-
-class Applied(NamedTuple):
-    """A task with an element's values.
-
-    Attributes:
-        argv: the words of the command.
-        env: the variables.
-        fields: of the configuration, by their paths.
-        template: the element's own configuration; empty when it has the one of the array.
-    """
-
-    argv: List[str]
-    env: Dict[str, str]
-    fields: Dict[str, Any]
-    template: str
-
-
-def applied(
-    targets: Sequence[Target], values: Sequence[Any], argv: Sequence[str], env: Mapping[str, str]
-) -> Applied:
-    """A command, variables and a configuration with an element's values."""
-    command, variables, fields, template = list(argv), dict(env), {}, ""
-    for target, value in zip(targets, values):
-        if target.kind == ENV:
-            variables[target.name] = value
-        elif target.kind == ENVS:
-            variables.update(value)
-        elif target.kind == WORD:
-            command[target.place] = value
-        elif target.kind == WORDS:
-            command[target.place :] = value
-        elif target.kind == TASK and isinstance(value, str):
-            template = value
-        elif target.kind == TASK:
-            command = value
-        elif target.kind == FIELD:
-            fields[target.name] = value
-    return Applied(command, variables, fields, template)

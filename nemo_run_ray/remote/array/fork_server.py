@@ -44,11 +44,17 @@ _IMPORT_S = 10.0
 
 
 def main(argv: list[str]) -> None:
+    from fiddle.experimental.serialization import load_json
+
     _, how, elements, last = argv
     path = Path(elements)
     with path.open("rb") as file:
         header = json.loads(next(line for line in file if line.startswith(b"{")))
-    template = _template(header.get("template"), path.parent.parent.parent)
+    root = path.parent.parent.parent
+    if (root / "__main__.py").exists():
+        _load_main(root)
+    # In Fiddle's own classes; what the user's ``__main__`` defines comes first.
+    template = header.get("template") and load_json(header["template"])
     if how == "once":
         _run(template, json.loads(last))
     channel = socket.socket(fileno=int(last))
@@ -56,18 +62,6 @@ def main(argv: list[str]) -> None:
     if template is None:
         _import_tasks(path)
     _serve(channel, template)
-
-
-def _template(text: str | None, root: Path) -> Any:
-    """The configuration of all elements, if they have one, with everything imported that it names.
-
-    It is in Fiddle's own classes; what the user's ``__main__`` defines comes first.
-    """
-    from fiddle.experimental import serialization
-
-    if (root / "__main__.py").exists():
-        _load_main(root)
-    return None if text is None else serialization.load_json(text)
 
 
 def _load_main(root: Path) -> None:
@@ -87,7 +81,7 @@ def _load_main(root: Path) -> None:
 
 def _import_tasks(path: Path) -> None:
     """Import what the configurations of tasks name that differ, as far as there is time for it."""
-    from fiddle.experimental import serialization
+    from fiddle.experimental.serialization import load_json
 
     until = time.monotonic() + _IMPORT_S
     with path.open("rb") as file:
@@ -97,12 +91,16 @@ def _import_tasks(path: Path) -> None:
             task = json.loads(line)[1] if line.startswith(b"[") else None
             if isinstance(task, str):
                 with suppress(BaseException):  # the element itself fails with it, and says why
-                    serialization.load_json(task)
+                    load_json(task)
 
 
 def _serve(channel: socket.socket, template: Any) -> None:
     """Fork a process for each order until the host has closed the socket."""
-    obstacles = _obstacles()
+    names = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
+    obstacles = [f"have started the thread {name!r}" for name in names]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        obstacles.append("have used CUDA")
     sys.stdout.flush()  # else each child would write it again
     sys.stderr.flush()
     gc.collect()
@@ -135,16 +133,6 @@ def _serve(channel: socket.socket, template: Any) -> None:
                     _run(template, order)
                 children[child] = order["key"]
             os.close(fds[0])
-
-
-def _obstacles() -> list[str]:
-    """The threads and devices of the imports that a fork does not have, in words."""
-    names = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
-    found = [f"have started the thread {name!r}" for name in names]
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        found.append("have used CUDA")
-    return found
 
 
 def _become_element(channel: socket.socket, order: dict[str, Any], output: int) -> None:
@@ -188,18 +176,24 @@ def _code_of(template: Any, order: dict[str, Any]) -> int:
     """Run an element; its exit code."""
     try:
         import fiddle as fdl
+        from fiddle.experimental.serialization import load_json
 
         if order["template"]:
-            from fiddle.experimental import serialization
-
-            template = serialization.load_json(order["template"])
+            template = load_json(order["template"])
         _set(template, order["fields"])
-        _keep_result(order["result"], fdl.build(template)())
+        value = fdl.build(template)()
     except SystemExit as error:
-        return _exit_code(error)
+        if isinstance(error.code, (int, type(None))):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
     except BaseException:  # an element's own, of any kind
         traceback.print_exc()
         return 1
+    with suppress(TypeError, ValueError, RecursionError):  # else it is for the element alone
+        text = json.dumps(value)
+        if value is not None and len(text) <= RESULT_MAX:
+            Path(order["result"]).write_text(text, encoding="utf-8")
     return 0
 
 
@@ -218,38 +212,14 @@ def _set(template: Any, fields: dict[str, Any]) -> None:
                 setattr(target, last, value)
 
 
-def _keep_result(path: str, value: Any) -> None:
-    """Leave a result that is JSON for the host; others are for the element alone."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return
-    if value is not None and len(text) <= RESULT_MAX:
-        Path(path).write_text(text, encoding="utf-8")
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
-
-
 def _collect(channel: socket.socket, children: dict[int, int]) -> None:
-    """Tell the host of all elements that have ended."""
+    """Tell the host of all elements that have ended; killed before, the host finds them itself."""
     with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            pid, status = ended
-            code = os.waitstatus_to_exitcode(status)
-            if pid in children:  # else a process of the imports
-                _send(
-                    channel,
-                    at="ended",
-                    key=children.pop(pid),
-                    code=code if code >= 0 else 128 - code,
-                )
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            code = ended.si_status + 128 * (ended.si_code != os.CLD_EXITED)
+            if ended.si_pid in children:  # else a process of the imports
+                _send(channel, at="ended", key=children.pop(ended.si_pid), code=code)
+            os.waitpid(ended.si_pid, 0)
 
 
 def _send(channel: socket.socket, **values: Any) -> None:

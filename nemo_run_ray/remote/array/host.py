@@ -2,50 +2,80 @@
 
 It is a process as a replica of a group is one (``hosts/relay.py``), for many commands instead of
 one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``run``, ``cancel``,
-``hand_back``, ``end``, ``leave``. Reports: ``prepared``, ``unprepared``, ``obstacles``, ``text``,
-``ended``, ``lost``, ``handed_back``, ``idle``, ``failed``.
+``end``, ``leave``. Reports: ``prepared``, ``unprepared``, ``obstacles``, ``text``, ``ended``,
+``idle``, ``failed``.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Any, Deque, Dict, FrozenSet, List, Mapping, NoReturn, Optional, Sequence, Set
+from typing import (
+    Any,
+    Deque,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
+from ..node.output import CHUNK_BYTES, Lines
 from ..node.supervise import (
     ENDING,
     ROUND_S,
     adopt_orphans,
     collect,
     descendants,
+    describe_exit,
+    explain_start,
     kill,
     signal_all,
     wake_at,
 )
-from .elements import Lease
-from .elements_file import Target, applied
+from .elements_file import ENV, ENVS, FIELD, TASK, WORD, WORDS
+from .fork_server import PACKET_MAX
 from .notes import Notes, forget
-from .workers import NO_ROOM, PROGRAM, ForkServer, Order, RunningElement, slots_of
 
+#: The index of an element, and which attempt of it.
+Lease = Tuple[int, int]
 #: Variables of every element: its index, from 0, which attempt it is, from 1, and their number.
 INDEX, ATTEMPT, SIZE = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT", "NEMO_RUN_ARRAY_SIZE"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks for processes that elements have left, and while nothing runs.
 _LOOK_S, _IDLE_S = 0.5, 60.0
 #: Seconds for a node without room to have some, while nothing runs that may end.
 _FULL_S = 10.0
+#: Errors of a node that has no room for another process, or for its descriptors.
+_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 #: Reads of 64 KiB that empty a pipe: a process that hides may write without end.
 _PIPE_READS = 16
 #: Exit codes of what is ended by SIGTERM and by SIGKILL.
 _TERMINATED, _KILLED = 143, 137
+#: Characters of one element's output that are passed on.
+OUTPUT_MAX = 16 * 2**20
+#: Characters of its last line that explain a failure.
+_LAST_MAX = 200
+#: The program that the task's interpreter runs.
+_PROGRAM = os.path.join(os.path.dirname(__file__), "fork_server.py")
+#: Deaths of the fork server in a row, before an element has begun, that are too many.
+_FALSE_STARTS_MAX = 5
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -61,11 +91,12 @@ class HostProcess:
         self._place: Optional[Workspace] = None
         self._fork_server: Optional[ForkServer] = None
         self._slots: List[Dict[str, str]] = []  # the variables of each that is free
-        self._waiting: Deque[Order] = deque()
+        self._waiting: Deque[Tuple[Lease, List[Any]]] = deque()  # with their values
         self._running: List[RunningElement] = []
         self._orphans = Orphans()
         self._look_at = self._watch_until = 0.0
         self._full_since: Optional[float] = None
+        self._grace_s = 0.0
         self._may_begin, self._is_ending, self._is_leaving = True, False, False
 
     def serve(self) -> None:
@@ -107,7 +138,8 @@ class HostProcess:
     @property
     def _can_start(self) -> bool:
         is_ready = self._fork_server is None or self._fork_server.is_ready
-        return self._may_begin and bool(self._waiting and self._slots) and is_ready
+        is_full = self._full_since is not None and self._running
+        return self._may_begin and bool(self._waiting and self._slots) and is_ready and not is_full
 
     def _wait(self, wake: int) -> Set[int]:
         """The descriptors that are ready, or have ended."""
@@ -129,21 +161,25 @@ class HostProcess:
     # ------------------------------------------------------------------ orders
 
     def _obey(self, order: Mapping[str, Any]) -> None:
-        kind = order["do"]
+        kind, kill_at = order["do"], time.monotonic() + self._grace_s
         if kind == "prepare":
             self._prepare(order)
         elif kind == "run":
-            for element, attempt, values in order["elements"]:
-                self._waiting.append(Order(Lease(element, attempt), values))
-        elif kind == "cancel":
-            self.cancel(order["elements"])
-        elif kind == "hand_back":
-            self._hand_back(order["count"])
+            for index, attempt, values in order["elements"]:
+                self._waiting.append(((index, attempt), values))
+        elif kind == "cancel":  # those that are not here any more are left alone
+            wanted = set(map(tuple, order["elements"]))
+            for lease in [lease for lease, _ in self._waiting if lease in wanted]:
+                self._report_end(_cancelled(lease))
+            self._waiting = deque(row for row in self._waiting if row[0] not in wanted)
+            for element in self._running:
+                if element.lease in wanted:
+                    element.end_by(kill_at)
         elif kind == "end":
             self._waiting.clear()  # the driver knows what has not been reported
             self._may_begin, self._is_ending = False, True
             for element in self._running:
-                element.end_by(time.monotonic() + self._grace_s)
+                element.end_by(kill_at)
         elif kind == "leave":
             self._is_leaving = True
 
@@ -154,6 +190,7 @@ class HostProcess:
             self._place.prepare(self._folder)
             self._place.begin({})
             self._notes = Notes(order["run_dir"])
+            self._elements = os.path.join(self._place.root, "nemo_run", order["elements"])
             if order["runs"] == "fork":
                 self._fork_server = ForkServer(self._place, self._elements)
         except (OSError, ValueError) as error:
@@ -162,48 +199,23 @@ class HostProcess:
         self._slots = slots_of(order["slots"], order["gpus"])
         self._channel.report("prepared")
 
-    def cancel(self, leases: Sequence[Sequence[int]]) -> None:
-        """End some, whether they wait or run; those that are not here any more are left alone."""
-        wanted = {Lease(*lease) for lease in leases}
-        for lease in [order.lease for order in self._waiting if order.lease in wanted]:
-            self._cancelled(lease)
-        self._waiting = deque(order for order in self._waiting if order.lease not in wanted)
-        for element in self._running:
-            if element.lease in wanted:
-                element.end_by(time.monotonic() + self._grace_s)
-
-    def _hand_back(self, count: int, **values: Any) -> None:
-        """Let other hosts have some elements that have not begun here, the last ones first."""
-        count = min(count, len(self._waiting))
-        leases = [self._waiting.pop().lease for _ in range(count)]
-        self._channel.report("handed_back", leases=leases, **values)
-
     # ------------------------------------------------------------------ starts
 
-    @property
-    def _elements(self) -> str:
-        assert self._place is not None
-        return os.path.join(self._place.root, "nemo_run", self._order["elements"])
-
-    def _result_of(self, lease: Lease) -> str:
-        """The file in which an element leaves its result."""
-        assert self._place is not None
-        return os.path.join(self._place.root, f"result-{lease.element}")
-
-    def _start(self, order: Order) -> bool:
-        """Start an element; false when there is no room for it now."""
-        self._notes.add(order.lease)
-        element = RunningElement(order, self._slots.pop())
+    def _start(self, lease: Lease, values: List[Any]) -> bool:
+        """Start an element; false when there is no room for it now, or the fork server is busy."""
+        self._notes.add(lease)
+        element = RunningElement(lease, values, self._slots.pop())
         self._running.append(element)
+        has_started = False
         try:
             has_started = self._begin(element)
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in _NO_ROOM:
                 raise
             self._is_full(element, str(error.strerror))
-            return False
-        if not has_started:
-            self._unstarted(element)
+        else:
+            if not has_started:
+                self._unstarted(element)
         return has_started
 
     def _begin(self, element: RunningElement) -> bool:
@@ -212,26 +224,40 @@ class HostProcess:
         Raises:
             OSError: the node has no room for another process.
         """
-        place, lease, is_command = self._place, element.lease, self._order["runs"] == "command"
+        place, (index, attempt) = self._place, element.lease
         assert place is not None
-        numbers = {INDEX: lease.element, ATTEMPT: lease.attempt, SIZE: self._order["count"]}
-        task = applied(
-            [Target(*target) for target in self._order["targets"]],
-            element.order.values,
-            place.role.task.argv if is_command else [],
-            {**element.slot, **{name: str(number) for name, number in numbers.items()}},
-        )
-        message = {"fields": task.fields, "template": task.template}
-        message["result"] = self._result_of(lease)
-        if task.argv:
-            element.start(*place.command(task.argv, task.env))
+        argv = list(place.role.task.argv) if self._order["runs"] == "command" else []
+        env = {**element.slot, INDEX: str(index), ATTEMPT: str(attempt)}
+        env[SIZE] = str(self._order["count"])
+        message: Dict[str, Any] = {"fields": {}, "template": "", "result": self._result_of(element)}
+        for (kind, *name), value in zip(self._order["targets"], element.values):
+            if kind == ENV:
+                env[name[0]] = value
+            elif kind == ENVS:
+                env.update(value)
+            elif kind == WORD:
+                argv[name[1]] = value
+            elif kind == WORDS:
+                argv[name[1] :] = value
+            elif kind == FIELD:
+                message["fields"][name[0]] = value
+            elif kind == TASK and isinstance(value, str):
+                message["template"] = value
+            elif kind == TASK:
+                argv = value
+        if argv:
+            element.start(*place.command(argv, env))
         elif self._fork_server is None:
-            argv = ["python", PROGRAM, "once", self._elements, json.dumps(message)]
-            element.start(*place.command(argv, task.env))
+            once = ["python", _PROGRAM, "once", self._elements, json.dumps(message)]
+            element.start(*place.command(once, env))
         else:
-            message["env"] = place.variables(task.env)
-            return self._fork_server.ask(element, message)
+            return self._fork_server.ask(element, {**message, "env": place.variables(env)})
         return True
+
+    def _result_of(self, element: RunningElement) -> str:
+        """The file in which an element leaves its result."""
+        assert self._place is not None
+        return os.path.join(self._place.root, f"result-{element.lease[0]}")
 
     def _unstarted(self, element: RunningElement) -> None:
         """Let an element wait again that no process has begun."""
@@ -239,22 +265,19 @@ class HostProcess:
         self._slots.append(element.slot)
         element.close()
         if element.is_ending:
-            self._cancelled(element.lease)
+            self._report_end(_cancelled(element.lease))
         else:
-            self._waiting.appendleft(element.order)
+            self._waiting.appendleft((element.lease, element.values))
 
     def _is_full(self, element: RunningElement, reason: str) -> None:
-        """Let others have what waits, or where nothing runs that may end, try again for a while."""
+        """Wait until something has ended; where nothing runs, try again for a while."""
         self._unstarted(element)
-        now = time.monotonic()
-        self._full_since = self._full_since or now
-        if not self._running and now < self._full_since + _FULL_S:
-            time.sleep(ROUND_S)  # a fork server refuses at once
-            return
-        reason = f"node {socket.gethostname()} has no room for another process: {reason}"
-        self._hand_back(len(self._waiting), reason=reason)
+        self._full_since = self._full_since or time.monotonic()
         if not self._running:
-            self._cannot_begin(reason)
+            time.sleep(ROUND_S)  # a fork server refuses at once
+            if time.monotonic() >= self._full_since + _FULL_S:
+                name = socket.gethostname()
+                self._cannot_begin(f"node {name} has no room for another process: {reason}")
 
     def _cannot_begin(self, reason: str) -> None:
         self._may_begin = False
@@ -275,7 +298,7 @@ class HostProcess:
         self._reap()
         self._end_what_is_over(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the loop.
-        while self._can_start and self._start(self._waiting.popleft()):
+        while self._can_start and self._start(*self._waiting.popleft()):
             pass
         if self._is_ending and not self._running:
             self._stop_forking()
@@ -295,7 +318,7 @@ class HostProcess:
 
     def _report_text(self, element: RunningElement, text: str) -> None:
         if text:
-            self._channel.report("text", element=element.lease.element, text=text)
+            self._channel.report("text", element=element.lease[0], text=text)
 
     def _hear(self) -> None:
         server = self._fork_server
@@ -313,25 +336,20 @@ class HostProcess:
             self._fork_server.stop()
             self._fork_server = None
 
-    def _cancelled(self, lease: Lease) -> None:
-        self._report_end([*lease, _TERMINATED, 0.0, "cancelled before it began"])
-
     def _reap(self) -> None:
-        running = {element.pid: element for element in self._running}
-        server = self._fork_server
-        for pid, code in collect():
-            if pid in running:
-                running[pid].ended(code)
-            elif server is not None and pid == server.pid:
-                for element in server.died():
-                    self._unstarted(element)
-                self._fork_server = None
-                if self._may_begin:
-                    reason = server.restart(code)
-                    if reason:
-                        self._cannot_begin(reason)
-                    else:
-                        self._fork_server = server
+        codes, server = dict(collect()), self._fork_server
+        if server is not None and server.pid in codes:
+            for element in server.died():
+                self._unstarted(element)
+            self._fork_server = None
+            reason = server.restart(codes[server.pid]) if self._may_begin else ""
+            if reason:
+                self._cannot_begin(reason)
+            elif self._may_begin:
+                self._fork_server = server
+        for element in self._running:
+            if element.pid in codes and element.code is None:
+                element.ended(codes[element.pid])
 
     def _end_what_is_over(self, now: float) -> None:
         over = [element for element in self._running if element.code is not None]
@@ -343,15 +361,10 @@ class HostProcess:
                 groups.add(self._fork_server.pid)
             self._orphans.look([element.lease for element in active], groups, now, self._grace_s)
         for element in over:
-            if self._orphans.has(element.lease):
-                continue  # it has ended when what it has left has
-            for _ in range(_PIPE_READS):
-                if element.fd is None or not _is_readable(element.fd):
-                    break
-                self._report_text(element, element.read())
-            self._running.remove(element)
-            self._watch_until = now + 2 * _LOOK_S  # for what has left its group
-            self._ended(element)
+            if not self._orphans.has(element.lease):  # it has ended when what it has left has
+                self._running.remove(element)
+                self._watch_until = now + 2 * _LOOK_S  # for what has left its group
+                self._ended(element)
         for element in self._running:
             element.kill_late(now)
 
@@ -360,23 +373,287 @@ class HostProcess:
         self._report_text(element, element.close())
         self._slots.append(element.slot)
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
-        with suppress(OSError, ValueError), open(self._result_of(element.lease)) as file:
+        with suppress(OSError, ValueError), open(self._result_of(element)) as file:
             os.remove(file.name)
             row += [json.load(file)] if element.code == 0 else []
-        if element.is_lost:
-            self._channel.report("lost", lease=element.lease)
-        else:
-            self._report_end(row)
+        self._report_end(row)
 
     def _report_end(self, row: Sequence[Any]) -> None:
         self._notes.add(row)
         self._channel.report("ended", row=row)
 
 
-def _is_readable(fd: int) -> bool:
-    poll = select.poll()  # select knows descriptors below 1024 only
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
+def _cancelled(lease: Lease) -> List[Any]:
+    return [*lease, _TERMINATED, 0.0, "cancelled before it began"]
+
+
+def slots_of(count: int, gpus: float) -> List[Dict[str, str]]:
+    """The variables of each slot: the GPUs that it has, or the one of which it has a part."""
+    devices = os.environ.get(_VISIBLE, "").split(",")
+    if not gpus or devices == [""]:
+        return [{} for _ in range(count)]
+    each = int(gpus)
+    shares = (
+        devices[slot * each : (slot + 1) * each]
+        if each
+        else [devices[int(slot * gpus + 1e-6) % len(devices)]]
+        for slot in range(count)
+    )
+    return [{_VISIBLE: ",".join(share)} for share in shares]
+
+
+class RunningElement:
+    """An element in its slot.
+
+    Args:
+        lease: its index, and which attempt it is.
+        values: one for each target.
+        slot: the variables of its slot.
+
+    Attributes:
+        pid: of its first process; ``None`` until that has begun.
+        fd: the read end of its output; ``None`` after the output's end.
+        code: its exit code.
+    """
+
+    def __init__(self, lease: Lease, values: List[Any], slot: Dict[str, str]) -> None:
+        self.lease, self.values, self.slot = lease, values, slot
+        self.pid: Optional[int] = None
+        self.fd: Optional[int] = None
+        self.code: Optional[int] = None
+        self.seconds = 0.0
+        self._reason = ""  # why it could not be started
+        self._kill_at: Optional[float] = None
+        self._began = time.monotonic()
+        self._lines = Lines()
+        self._passed_on = 0
+        self._last = ""
+
+    def pipe(self) -> int:
+        """Make the pipe of its output; the end to write to."""
+        self.fd, write_end = os.pipe()
+        os.set_blocking(self.fd, False)
+        return write_end
+
+    def start(self, words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        """Start its command; one that cannot be started has ended.
+
+        Raises:
+            OSError: the node has no room for another process.
+        """
+        write_end = self.pipe()
+        try:
+            self.pid = _start(words, env, cwd, write_end)
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in _NO_ROOM:
+                raise
+            self.code, self._reason = explain_start(words, env, cwd, error)
+        finally:
+            os.close(write_end)
+
+    def read(self) -> str:
+        """The lines that are complete now, and at the output's end also the last one.
+
+        Raises:
+            BlockingIOError: there is nothing to read.
+        """
+        if self.fd is None:
+            return ""
+        data = os.read(self.fd, CHUNK_BYTES)
+        if not data:
+            os.close(self.fd)
+            self.fd = None
+        text = self._lines.take(data)
+        self._last = text.rstrip().rpartition("\n")[2].strip() or self._last
+        remaining = OUTPUT_MAX - self._passed_on
+        self._passed_on += len(text)
+        if len(text) <= remaining:
+            return text
+        if remaining < 0:
+            return ""
+        return f"{text[:remaining]}\nnemo_run_ray: no more of its output is passed on\n"
+
+    def close(self) -> str:
+        """Read what is there, and no more; the last lines."""
+        text = ""
+        with suppress(BlockingIOError):
+            for _ in range(_PIPE_READS):
+                text += self.read()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        return text + self._lines.take(b"")
+
+    def ended(self, code: int) -> None:
+        """Note the exit code."""
+        self.code, self.seconds = code, time.monotonic() - self._began
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is being ended, or has ended and is not reported yet."""
+        return self._kill_at is not None or self.code is not None
+
+    def end_by(self, kill_at: float) -> None:
+        """Send SIGTERM, now or when its process is known; it is killed at ``kill_at``."""
+        if self._kill_at is None:
+            self._kill_at = kill_at
+            self._signal(signal.SIGTERM)
+
+    def has_begun(self, pid: int) -> None:
+        """Note the process of a fork."""
+        self.pid = pid
+        if self._kill_at is not None:
+            self._signal(signal.SIGTERM)
+
+    def kill_late(self, now: float) -> None:
+        """Kill it when its time is over."""
+        if self.code is None and self._kill_at is not None and now >= self._kill_at:
+            self._signal(signal.SIGKILL)
+
+    def why(self) -> str:
+        """Its end in words, with the last line of its output when it has failed."""
+        reason = self._reason or describe_exit(self.code or 0)
+        return f"{reason}: {self._last[:_LAST_MAX]}" if self.code and self._last else reason
+
+    def _signal(self, number: int) -> None:
+        if self.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+
+class ForkServer:
+    """The process of ``fork_server.py`` as its host knows it. A killed one is started again.
+
+    Args:
+        place: of the host.
+        elements: path of the elements' file on this node.
+
+    Attributes:
+        pid: of the process.
+        is_ready: it has imported everything.
+        obstacles: what its imports have begun that a fork does not have, until the host takes it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, place: Workspace, elements: str) -> None:
+        self._place, self._elements = place, elements
+        self._channel: socket.socket
+        self._log = os.path.join(place.root, "fork_server.log")
+        self._asked: Dict[int, RunningElement] = {}  # until their end is known
+        self._key = self._false_starts = 0
+        self.obstacles: List[str] = []
+        self._start()
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def ask(self, element: RunningElement, message: Dict[str, Any]) -> bool:
+        """Ask for a process for an element; false when the server is busy, or has died."""
+        write_end = element.pipe()
+        try:
+            data = json.dumps({"key": self._key, **message}).encode()
+            socket.send_fds(self._channel, [data], [write_end])
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            return False
+        finally:
+            os.close(write_end)
+        self._asked[self._key] = element
+        self._key += 1
+        return True
+
+    def hear(self) -> Iterator[Tuple[RunningElement, str]]:
+        """Read what the server and its forks say, and note it of their elements.
+
+        Yields:
+            An element for which there was no room, and the reason.
+        """
+        while True:
+            try:
+                data = self._channel.recv(PACKET_MAX)
+            except ConnectionResetError:
+                continue  # it has died with unread orders; what it had said comes after that
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            message = json.loads(data)
+            kind, key = message["at"], message.get("key")
+            if kind == "ready":
+                self.is_ready, self.obstacles = True, message["obstacles"]
+            elif kind == "begun":
+                self._false_starts = 0
+                self._asked[key].has_begun(message["pid"])
+            elif kind == "ended":
+                self._asked.pop(key).ended(message["code"])
+            else:
+                yield self._asked.pop(key), message["reason"]
+
+    def died(self) -> List[RunningElement]:
+        """Take leave of a process that was collected; its forks that have begun continue.
+
+        The host is their parent now.
+
+        Returns:
+            The elements that have not begun, and never will, the last one first.
+        """
+        self._channel.shutdown(socket.SHUT_RD)  # no fork begins that cannot say so
+        unstarted = [element for element, _ in self.hear()]
+        unstarted += [element for element in self._asked.values() if element.pid is None]
+        self._asked.clear()
+        self._channel.close()
+        return unstarted[::-1]
+
+    def restart(self, code: int) -> str:
+        """Start another process in the place of one that has died with an exit code.
+
+        Returns:
+            Why not: it fails at its imports, is killed again and again before an element has begun,
+            or cannot be started now.
+        """
+        self._false_starts += 1
+        if not (code > 128 or self.is_ready) or self._false_starts > _FALSE_STARTS_MAX:
+            with open(self._log, encoding="utf-8", errors="replace") as file:
+                return file.read()[-4000:].strip() or f"its process ended with exit code {code}"
+        try:
+            self._start()
+        except OSError as error:
+            return f"its process cannot be started again: {error}"
+        return ""
+
+    def stop(self) -> None:
+        """End the process; those that it has forked continue."""
+        kill(self.pid, signal.SIGTERM)
+        self._channel.close()
+
+    def _start(self) -> None:
+        self.is_ready = False
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        argv = ["python", _PROGRAM, "serve", self._elements, str(theirs.fileno())]
+        with theirs, open(self._log, "ab") as output:
+            command = self._place.command(argv, {})
+            self.pid = _start(*command, output.fileno(), [theirs.fileno()])
+
+
+def _start(
+    words: Sequence[str], env: Mapping[str, str], cwd: str, output: int, fds: Sequence[int] = ()
+) -> int:
+    """Start a command in a session of its own; its process id."""
+    # Without a function between fork and exec, Python uses vfork, which is quicker.
+    process = subprocess.Popen(
+        words,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+    process.returncode = 0  # the host's loop collects it; the object must not
+    return process.pid
 
 
 class Orphans:
@@ -445,4 +722,4 @@ def _mark_in_environment(pid: int) -> FrozenSet[bytes]:
 
 def _mark_of(lease: Lease) -> FrozenSet[bytes]:
     """The mark of an element in the environment of its processes: its index and its attempt."""
-    return frozenset([f"{INDEX}={lease.element}".encode(), f"{ATTEMPT}={lease.attempt}".encode()])
+    return frozenset([f"{INDEX}={lease[0]}".encode(), f"{ATTEMPT}={lease[1]}".encode()])

@@ -3,7 +3,7 @@
 When a host has died, another process on its node ends what it has left and prints its notes::
 
     {"sweep": [[number, tag, run_dir], ...], "forget": [run_dir, ...]}      on standard input
-    {"swept": [[number, ended, begun], ...], "remaining": "process 7 (…)"}  on standard output
+    {"swept": [[number, ended, begun], ...], "remaining": "process 7"}  on standard output
 
 What is to be forgotten the driver has written down.
 """
@@ -37,8 +37,7 @@ class Notes:
     """
 
     def __init__(self, run_dir: str) -> None:
-        path = _notes_in(run_dirs(command.tmpdir()), run_dir)
-        self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._fd = open_own(_path_of(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._is_torn = False  # the last line may have no end
 
     def add(self, row: Sequence[Any]) -> None:
@@ -53,8 +52,7 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
     """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
     ended: List[List[Any]] = []
     begun: List[List[int]] = []
-    path = _notes_in(_folder_of(run_dir), run_dir)
-    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+    with suppress(FileNotFoundError), open(_path_of(run_dir), encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError):  # a full disk, or the host's death, has torn it
                 row = json.loads(line)
@@ -66,24 +64,11 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
 def forget(run_dir: str) -> None:
     """Remove the notes of a host: the driver has written down what they say."""
     with suppress(FileNotFoundError):
-        os.remove(_notes_in(_folder_of(run_dir), run_dir))
+        os.remove(_path_of(run_dir))
 
 
-def _folder_of(run_dir: str) -> str:
-    """The folder in which a host of this node has its run directory and its notes.
-
-    That need not be the one of this process: Python passes over a full folder of temporary files.
-    """
-    given = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if name in os.environ]
-    others = ("/tmp", "/var/tmp", "/usr/tmp")
-    places = (place for place in (*given, *others) if os.access(f"{place}/", os.X_OK))
-    own, *folders = map(run_dirs, (command.tmpdir(), *places))
-    found = [one for one in (own, *folders) if os.path.exists(_notes_in(one, run_dir))]
-    return found[0] if found else own
-
-
-def _notes_in(folder: str, run_dir: str) -> str:
-    return os.path.join(folder, f"{run_dir}.notes")
+def _path_of(run_dir: str) -> str:
+    return os.path.join(run_dirs(command.tmpdir()), f"{run_dir}.notes")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -96,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
     swept = []
     for number, _, run_dir in [] if remaining else request["sweep"]:
         swept.append([number, *read_notes(run_dir)])
-        RunDir(run_dir, base=_folder_of(run_dir)).remove()
+        RunDir(run_dir).remove()
     print(json.dumps({"swept": swept, "remaining": remaining}))
 
 
@@ -126,13 +111,4 @@ def _end_all(tags: Sequence[str]) -> str:
             break
         clean_looks = 0 if pids else clean_looks + 1
         time.sleep(ROUND_S)
-    return ", ".join(map(_describe, sorted(pids)))
-
-
-def _describe(pid: int) -> str:
-    """A process as an administrator looks for it."""
-    fields = {}
-    with suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
-        fields = dict(line.split(":", 1) for line in file if ":" in line)
-    name, state = (fields.get(key, "?").strip() for key in ("Name", "State"))
-    return f"process {pid} ({os.path.basename(name)}, {state})"
+    return ", ".join(f"process {pid}" for pid in sorted(pids))

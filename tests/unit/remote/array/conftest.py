@@ -9,7 +9,7 @@ import pytest
 from nemo_run_ray.remote.array import driver
 from nemo_run_ray.remote.array.elements import Leases
 from nemo_run_ray.remote.spec import ArraySpec
-from tests.unit.remote.array.pools import ID, ROLE, Cluster, Drive
+from tests.unit.remote.array.pools import ID, ROLE, Cluster, Drive, close
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def leases(tmp_path, spec) -> Iterator[Leases]:
     made = Leases(spec, str(path), ID, str(tmp_path))
     yield made
     with contextlib.suppress(OSError):  # the test has
-        made.close()
+        close(made)
 
 
 @pytest.fixture

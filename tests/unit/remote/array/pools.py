@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from nemo_run_ray.remote.array import driver as driver_module
-from nemo_run_ray.remote.array.driver import ArrayDriver
+from nemo_run_ray.remote.array.driver import ArrayDriver, Host
 from nemo_run_ray.remote.array.elements import HostRecord, Leases
-from nemo_run_ray.remote.array.hosts import Host
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
 from nemo_run_ray.remote.hosts.calls import Died, Pulled
@@ -19,6 +19,13 @@ from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
 ID = "e_1.array"
 ROLE = RoleSpec("element", JobSpec(("true",)), resources={"CPU": 1.0})
+
+
+def close(leases: Leases) -> None:
+    """Let another driver have the journal."""
+    leases._elements._file.close()
+    for file in (leases._journal, leases._results):
+        os.close(file.fd)
 
 
 class Ray:
@@ -42,9 +49,6 @@ class Ray:
             for node in self.alive
         ]
 
-    def free(self, _: object) -> dict[str, dict[str, float]]:
-        return {node: {"CPU": 2.0} for node in self.alive if node not in self.busy}
-
     def kill(self, handle: object, no_restart: bool) -> None:
         self.killed.append(handle)
 
@@ -52,17 +56,18 @@ class Ray:
 class Starts:
     """Starts hosts that have no processes, and programs that sweep when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, ray: Ray) -> None:
+        self.ray = ray
         self.sweeps: dict[str, tuple[list[int], list[str]]] = {}
         self.answers: dict[str, dict[str, Any]] = {}
 
-    def start(self, record: HostRecord, node: Node, slots: int) -> Host:
+    def free(self) -> dict[str, dict[str, float]]:
+        return {node: {"CPU": 2.0} for node in self.ray.alive if node not in self.ray.busy}
+
+    def start(self, record: HostRecord, node: Node, slots: int) -> tuple[Host, dict[str, Any]]:
         replica = ReplicaHandle(("element", record.number), ROLE, node, 0, record.tag, "run")
         replica.actor = Actor(SimpleNamespace(), [replica])
-        return Host(record, replica, replica.actor, slots)
-
-    def prepare(self, host: Host) -> dict[str, Any]:
-        return {"do": "prepare"}
+        return Host(record, replica, replica.actor, slots), {"do": "prepare"}
 
     def sweep(self, node_id: str, swept: list[HostRecord], forgotten: list[str]) -> str:
         self.sweeps[node_id] = [record.number for record in swept], forgotten
@@ -91,21 +96,13 @@ class Cluster:
 
     def __init__(self, leases: Leases, spec: ArraySpec) -> None:
         self.passed_s = 0.0
-        self.leases, self.calls, self.ray, self.starts = leases, Calls(), Ray(), Starts()
+        self.leases, self.calls, self.ray = leases, Calls(), Ray()
+        self.starts = Starts(self.ray)
         self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
-        status = SimpleNamespace(write=lambda *_: None)
-        requests = SimpleNamespace(find=lambda _: [])
-        self.driver = ArrayDriver(
-            self.runner,
-            spec,
-            leases,
-            self.ray,
-            self.starts,
-            self.calls,
-            status,
-            requests,
-            self.ray.free,
-        )
+        self.requests: list[str] = []
+        status = SimpleNamespace(write=lambda *_, **__: None)
+        given = self.runner, spec, leases, self.ray, self.starts, self.calls, status
+        self.driver = ArrayDriver(*given, lambda: self.requests)
 
     def now(self) -> float:
         return time.monotonic() + self.passed_s

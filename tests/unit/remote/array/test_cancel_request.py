@@ -9,45 +9,53 @@ import threading
 import pytest
 
 from nemo_run_ray.remote.array import cancel_request
-from nemo_run_ray.remote.array.cancel_request import CancelRequests, request_id, run
+from nemo_run_ray.remote.array.cancel_request import request_id, request_paths, run
 from tests.conftest import wait_for
+
+ARRAY = "e_1.array"
 
 
 @pytest.fixture
-def requests(tmp_path, monkeypatch) -> CancelRequests:
+def folder(tmp_path, monkeypatch) -> str:
     monkeypatch.setattr(cancel_request, "log_folder", lambda _: str(tmp_path))
-    return CancelRequests(str(tmp_path), "e_1.array@2")
+    return str(tmp_path)
 
 
-def test_a_request_is_over_when_the_driver_has_taken_it(requests):
+def test_a_request_is_over_when_the_driver_has_taken_it(folder, cluster):
     codes: list[int] = []
     text = json.dumps({"cancel": [[-3, 1], [5, 99]], "only_waiting": True})
-    thread = threading.Thread(target=lambda: codes.append(run(request_id("e_1.array", "ab"), text)))
+    thread = threading.Thread(target=lambda: codes.append(run(request_id(ARRAY, "ab"), text)))
     thread.start()
-    wait_for(lambda: list(requests.find(8)))
-    (request,) = requests.find(8)
-    assert request[1:] == ([(0, 1), (5, 7)], True)
+    cluster.requests = wait_for(lambda: request_paths(folder, f"{ARRAY}@2"))
     assert codes == []
-    requests.remove(request[0])
+    cluster.look()
+    cluster.driver._cancel_requested()
     thread.join()
     assert codes == [0]
+    states = [row.state for row in cluster.leases.progress.stretches()]
+    assert states == ["cancelled", "waiting", "cancelled"]
 
 
-def test_a_request_that_no_driver_takes_fails_and_is_gone(requests, monkeypatch, capfd, tmp_path):
+def test_a_request_that_no_driver_takes_fails_and_is_gone(folder, monkeypatch, capfd):
     monkeypatch.setattr(cancel_request, "TAKEN_S", 0.0)
-    assert run(request_id("e_1.array", "ab"), "{}") == 1
+    assert run(request_id(ARRAY, "ab"), "{}") == 1
     assert "the array's driver has not taken the request" in capfd.readouterr().out
-    assert os.listdir(tmp_path) == []
+    assert not request_paths(folder, ARRAY)
 
 
-@pytest.mark.parametrize("text", ['{"cancel": [[0', "[]", '{"cancel": 1}', "{}"])
-def test_what_is_no_request_is_removed(requests, tmp_path, text):
-    (tmp_path / f"{requests._prefix}x").write_text(text)
-    assert list(requests.find(8)) == []
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize("text", ['{"cancel": [[0', "[]", '{"cancel": 1}', "{}", ""])
+def test_what_is_no_request_is_removed(cluster, tmp_path, text):
+    path = tmp_path / "request"
+    if text:
+        path.write_text(text)
+    else:
+        path.symlink_to("/etc/passwd")
+    cluster.requests = [str(path)]
+    cluster.driver._cancel_requested()
+    assert not os.path.lexists(path)
+    assert cluster.leases.progress.ended_count == 0
 
 
-def test_a_request_of_another_array_or_user_is_none(requests, tmp_path):
-    (tmp_path / f"{requests._prefix}link").symlink_to("/etc/passwd")
+def test_a_request_of_another_array_is_none(folder, tmp_path):
     (tmp_path / "nemo_run_ray-e_1.array2.cancel~x").write_text("of another array")
-    assert list(requests.find(8)) == []
+    assert request_paths(folder, ARRAY) == []

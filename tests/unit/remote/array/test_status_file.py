@@ -18,7 +18,7 @@ def test_the_progress_is_told_now_and_then(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: now))
     file = StatusFile(str(tmp_path), _ID)
     progress = ArrayProgress(4)
-    for ended, words in ((0, ""), (2, "2 of 4 elements are over, 1 failed; 0.067 elements/s")):
+    for ended, words in ((0, ""), (2, "2 of 4 elements are over, 1 failed; 0.0667 elements/s")):
         for index in range(ended):
             lease = progress.next_lease(0)
             assert lease is not None

@@ -14,11 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_run_ray.remote.array import host as host_module
-from nemo_run_ray.remote.array.elements import Lease
-from nemo_run_ray.remote.array.host import HostProcess, Orphans
-from nemo_run_ray.remote.array.workers import ForkServer, Order, RunningElement, slots_of
+from nemo_run_ray.remote.array.host import (
+    ForkServer,
+    HostProcess,
+    Orphans,
+    RunningElement,
+    slots_of,
+)
 
-FIRST = Order(Lease(0, 1), [])
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -75,13 +78,15 @@ def waiting(host: HostProcess, *elements: int) -> None:
 
 
 def running(host: HostProcess, element: int) -> RunningElement:
-    host._running.append(RunningElement(Order(Lease(element, 1), []), {}))
+    host._running.append(RunningElement((element, 1), [], {}))
     return host._running[-1]
 
 
 @pytest.mark.parametrize("something_runs", [False, True])
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
-def test_what_waits_on_a_host_that_is_full_is_for_others(host, monkeypatch, number, something_runs):
+def test_what_waits_on_a_host_that_is_full_begins_when_something_has_ended(
+    host, monkeypatch, number, something_runs
+):
     """Neither a slot nor a descriptor is lost. Where nothing runs that may end, none can begin."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -90,18 +95,14 @@ def test_what_waits_on_a_host_that_is_full_is_for_others(host, monkeypatch, numb
     monkeypatch.setattr(subprocess, "Popen", refuse)
     waiting(host, 0)
     before = len(os.listdir("/proc/self/fd"))
-    host.step(set())
-    assert host._channel.rows == [], "there may be room in a moment"
     if something_runs:
         running(host, 5)
-    else:
-        monkeypatch.setattr(host_module, "_FULL_S", 0.0)
     host.step(set())
-    name = socket.gethostname()
-    reason = f"node {name} has no room for another process: {os.strerror(number)}"
-    handed_back = ("handed_back", {"leases": [(0, 1)], "reason": reason})
-    refusal = ("unprepared", {"reason": reason})
-    assert host._channel.rows == ([handed_back] if something_runs else [handed_back, refusal])
+    assert host._channel.rows == [], "there may be room in a moment"
+    monkeypatch.setattr(host_module, "_FULL_S", 0.0)
+    host.step(set())
+    reason = f"node {socket.gethostname()} has no room for another process: {os.strerror(number)}"
+    assert host._channel.rows == ([] if something_runs else [("unprepared", {"reason": reason})])
     assert host._may_begin is something_runs
     assert host._slots == [{}]
     assert len(os.listdir("/proc/self/fd")) == before
@@ -142,24 +143,19 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed():
     server._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server._channel.setblocking(False)
     server._asked, server._key, server._false_starts = {}, 0, 3
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    ended, lost, runs, unread = (RunningElement(FIRST, {}) for _ in range(4))
-    for element in (ended, lost, runs, unread):
+    ended, runs, unread = (RunningElement((0, 1), [], {}) for _ in range(3))
+    for element in (ended, runs, unread):
         assert server.ask(element, {})
-    pids = {0: 7, 1: gone.pid, 2: os.getpid()}
-    for key, pid in pids.items():
+    for key, pid in ((0, 7), (1, os.getpid())):
         theirs.send(json.dumps({"at": "begun", "key": key, "pid": pid}).encode())
     theirs.send(json.dumps({"at": "ended", "key": 0, "code": 3}).encode())
     theirs.close()
 
     assert server.died() == [unread]
 
-    assert (ended.code, ended.is_lost) == (3, False)
-    assert lost.is_lost, "it ended, and nobody knows how"
-    assert (runs.pid, runs.code) == (os.getpid(), None)
-    for element in (ended, lost, runs, unread):
-        element.close()
+    assert (ended.code, runs.pid, runs.code) == (3, os.getpid(), None)
+    for element in (ended, runs, unread):
+        os.close(element.fd)
 
 
 def test_a_fork_server_that_cannot_be_started_again_says_why(monkeypatch):
@@ -175,7 +171,7 @@ def test_a_fork_server_that_cannot_be_started_again_says_why(monkeypatch):
 
 def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
     """As during an execve."""
-    marked, none = host_module._mark_of(Lease(0, 1)), frozenset()
+    marked, none = host_module._mark_of((0, 1)), frozenset()
     marks = iter([none, marked, none, none])
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(host_module, "_children", lambda: [os.getpid()])
@@ -184,8 +180,8 @@ def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
     monkeypatch.setattr(host_module, "kill", lambda *words: sent.append(words))
     orphans = Orphans()
     for number in range(3):
-        orphans.look([Lease(0, 1)], set(), float(number), 1.0)
+        orphans.look([(0, 1)], set(), float(number), 1.0)
         assert sent == []
         assert bool(orphans) is (number != 1), "what may be one is looked at again soon"
-    orphans.look([Lease(0, 1)], set(), 3.0, 1.0)
+    orphans.look([(0, 1)], set(), 3.0, 1.0)
     assert sent == [(os.getpid(), signal.SIGTERM)]
