@@ -30,8 +30,7 @@ def value(module: str, name: str, unit: str) -> str:
     """A constant of the package as text."""
     number = getattr(importlib.import_module(f"nemo_run_ray.{module}"), name)
     if unit:
-        big = next(power for power in (3, 2, 1) if number % 1024**power == 0)
-        return f"{number // 1024**big} {('', 'KiB', 'MiB', 'GiB')[big]}"
+        return _size(number)
     return f"{number:,g}" if isinstance(number, float) else f"{number:,}"
 
 
@@ -78,7 +77,14 @@ def _default(node: ast.AnnAssign) -> str:
     if factory:
         return f"`{made.get(factory[1], factory[1])}`"
     shown = re.match(r"field\(default=(\w+)", text)
+    if "**" in text:
+        return _size(eval(text, {}))
     return f"`{shown[1] if shown else text}`"
+
+
+def _size(number: int) -> str:
+    big = next(power for power in (3, 2, 1) if number % 1024**power == 0)
+    return f"{number // 1024**big} {('', 'KiB', 'MiB', 'GiB')[big]}"
 
 
 def keys() -> str:
