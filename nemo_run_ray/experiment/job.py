@@ -7,7 +7,6 @@ folder what was seen.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 import json
@@ -21,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_run.config import SCRIPTS_DIR
 
@@ -36,7 +35,6 @@ from nemo_run_ray.errors import (
     JobError,
     NemoRunRayError,
     StillRunning,
-    StreamCut,
     Unanswered,
 )
 from nemo_run_ray.experiment.dispatch import (
@@ -55,7 +53,6 @@ from nemo_run_ray.experiment.store import (
     SEEN,
     SUBMITTED,
     TERMINAL,
-    UNKEPT,
     AttemptRecord,
     Attempts,
     Event,
@@ -107,13 +104,8 @@ from nemo_run_ray.remote.status import (
     status_of_row,
 )
 
-if TYPE_CHECKING:
-    from nemo_run_ray.remote.array.elements import Stretch
-
 log = logging.getLogger(__name__)
 
-#: First and last index of elements in a row.
-Range = tuple[int, int]
 #: States of an element, as a user selects them.
 STATES = ("waiting", "running", "succeeded", "failed", "cancelled", "lost")
 #: States in which an element is not over.
@@ -122,7 +114,7 @@ ACTIVE = ("waiting", "running")
 FIRST_FAILURES = "; its first failures:"
 #: Kind of the kept file with the rows of a group or an array.
 _ROWS = "json"
-#: One line of the file of states: the fields of ``Stretch``.
+#: One line of the file of states: first and last index, state, attempts, exit code.
 _STRETCH = tuple[int, int, str, int, int]
 #: Seconds between two looks of a wait, and of a reader that waits for a job's next attempt.
 _LOOK_AGAIN_S = 1.0
@@ -139,10 +131,8 @@ _REQUEST_MAX = 2**16
 COPY_S = 60.0
 #: Seconds until a log that could not be copied is tried again.
 _COPY_AGAIN_S = 5.0
-#: If a job was seen waiting so many seconds ago and runs now, it has begun now.
+#: If a job was posted, or seen waiting, so many seconds ago and runs now, it has begun now.
 _MOMENT_S = 10.0
-#: An attempt that nothing delays begins to run within so many seconds of its posting.
-_FRESH_S = 3.0
 #: Lines at the end of a log that may hold its end record.
 _LAST_LINES = 3
 #: Seconds that a start takes where there is room; before that nothing is asked.
@@ -209,10 +199,7 @@ class RemoteJob:
     @property
     def misses_log(self) -> bool:
         """Whether its log is still to be copied into the experiment's folder."""
-        row = store_of(self.record.exp_dir).ledger.job(self.id)
-        if row is None or row.is_log_given_up or row.keep_logs_max_bytes == 0:
-            return False
-        return not self.kept.has_log
+        return self.record.keep_logs_max_bytes != 0 and not self.kept.has_log
 
     @property
     def dispatch(self) -> Dispatch:
@@ -580,12 +567,11 @@ class RemoteJob:
         """
         return self._elements(self.status, selection)
 
-    def _elements(self, status: JobStatus, selection: str) -> list[Element]:
-        stretches = self._selected(status, selection)
+    def _elements(self, status: JobStatus, selection: str | set[int]) -> list[Element]:
+        chosen = self._selected(status, selection)
         array = self.array_rows(status)
         reasons = {index: why for index, _, why in array["failures"]} if array else {}
-        folder = self.record.exp_dir / self.name
-        values = values_of(folder, [(stretch.first, stretch.last) for stretch in stretches])
+        values = values_of(self.record.exp_dir / self.name, {row[0] for row in chosen})
         return [
             Element(
                 index,
@@ -595,34 +581,31 @@ class RemoteJob:
                 (reasons.get(index) or f"exit code {code}") if state == "failed" else "",
                 values.get(index, {}),
             )
-            for first, last, state, attempts, code in stretches
-            for index in range(first, last + 1)
+            for index, state, attempts, code in chosen
         ]
 
-    def _selected(self, status: JobStatus, selection: str) -> list[Stretch]:
-        """The selected elements, with the user's names of their states."""
-        from nemo_run_ray.remote.array.elements import Stretch  # few look at arrays
-
+    def _selected(
+        self, status: JobStatus, selection: str | set[int]
+    ) -> list[tuple[int, str, int, int]]:
+        """Index, state, attempts and exit code of the selected elements, in their order."""
         if not self.record.is_array:
             raise JobError(f"The job {self.name!r} is no array and has no elements.")
-        rows = [Stretch(*row) for row in _json_rows(self.array_file(status, STATES_FILE), _STRETCH)]
+        rows = list(_json_rows(self.array_file(status, STATES_FILE), _STRETCH))
+        is_over = status.state.is_terminal
         if not rows:
-            when = ", which has ended" if status.state.is_terminal else " yet"
-            again = "" if status.state.is_terminal else " Look again when it runs."
+            when, again = (", which has ended", "") if is_over else (" yet", " Look again later.")
             raise JobError(
                 f"Nothing is known of the elements of {self.name!r}{when}. {status.message}{again}"
             )
-        words = {"leased": "running"}
-        if status.state.is_terminal:
-            words = dict.fromkeys(("leased", *ACTIVE), "lost")
-        rows = [row._replace(state=words.get(row.state, row.state)) for row in rows]
-        if selection in ("", *STATES):
-            return [row for row in rows if selection in ("", row.state)]
-        begins = [row.first for row in rows]
+        if not isinstance(selection, set) and selection not in ("", *STATES):
+            selection = indices_of(str(selection), rows[-1][1] + 1, self.name)
+        shown = dict.fromkeys(("leased", *ACTIVE), "lost") if is_over else {"leased": "running"}
         return [
-            row._replace(first=max(first, row.first), last=min(last, row.last))
-            for first, last in merged_ranges(ranges_of(selection, rows[-1].last + 1, self.name))
-            for row in rows[bisect.bisect(begins, first) - 1 : bisect.bisect(begins, last)]
+            (index, state, attempts, code)
+            for first, last, stored, attempts, code in rows
+            for state in [shown.get(stored, stored)]
+            for index in range(first, last + 1)
+            if (index in selection if isinstance(selection, set) else selection in ("", state))
         ]
 
     def cancel_elements(self, selection: str) -> list[Element]:
@@ -641,33 +624,36 @@ class RemoteJob:
                 "indices such as 3,7-9. To cancel the whole array, cancel the job."
             )
 
-        def selected(which: str) -> list[Stretch]:
-            return self._selected(self.look(Snapshot(is_fresh=True)), which)
+        def look() -> JobStatus:
+            return self.look(Snapshot(is_fresh=True))
 
-        chosen = repeat(lambda: selected(selection), PATIENCE_S)
-        if not chosen:
-            return []
-        indices = ",".join(f"{stretch.first}-{stretch.last}" for stretch in chosen)
-        if any(stretch.state in ACTIVE for stretch in chosen):
-            self._request_end(merged_ranges(row[:2] for row in chosen), selection == "waiting")
-            states = ("waiting",) if selection == "waiting" else ACTIVE
+        chosen = repeat(lambda: self._selected(look(), selection), PATIENCE_S)
+        indices = {row[0] for row in chosen}
+        only_waiting = selection == "waiting"
+        states = ("waiting",) if only_waiting else ACTIVE
+        if any(row[1] in states for row in chosen):
+            self._request_end(sorted(indices), only_waiting)
             poll_until(
-                lambda: not any(row.state in states for row in selected(indices)) or None,
+                lambda: (
+                    not any(row[1] in states for row in self._selected(look(), indices)) or None
+                ),
                 self.record.grace_s + _END_MARGIN_S,
                 f"elements of the array {self.name!r}",
             )
-        return repeat(
-            lambda: self._elements(self.look(Snapshot(is_fresh=True)), indices), PATIENCE_S
-        )
+        return repeat(lambda: self._elements(look(), indices), PATIENCE_S) if chosen else []
 
-    def _request_end(self, ranges: Sequence[Range], only_waiting: bool) -> None:
+    def _request_end(self, indices: Sequence[int], only_waiting: bool) -> None:
         """Let a small job on the head pass a request to the driver; it ends when it is taken."""
         from nemo_run_ray.experiment.archives import package_archive, upload  # few do this
         from nemo_run_ray.plan.job import entrypoint
         from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, request_id
 
-        if only_waiting:  # the driver leaves the others alone
-            ranges = [(0, ranges[-1][1])]
+        ranges: list[list[int]] = []
+        for index in indices:
+            if ranges and (only_waiting or index == ranges[-1][1] + 1):
+                ranges[-1][1] = index  # the driver leaves those between that do not wait alone
+            else:
+                ranges.append([index, index])
         request = json.dumps({"cancel": ranges, "only_waiting": only_waiting})
         if len(request) > _REQUEST_MAX:
             raise ConfigError(
@@ -722,11 +708,11 @@ class RemoteJob:
         marks = tuple(attempt_mark(nonce) for nonce in self.record.nonces)
         return output_of(self.log(follow), self.end_marks, marks)
 
-    def whole_log(self, status: JobStatus, silence_s: float) -> Iterator[str]:
-        """The logs of its attempts now; broken off when nothing comes for so many seconds."""
-        logs = self.api().logs
-        names = [attempt_id(self.id, number) for number in range(1, status.attempt + 1)]
-        return self._joined(logs.whole(name, silence_s) for name in names)
+    def whole_log(self, status: JobStatus) -> Iterator[str]:
+        """The logs of its attempts as its cluster has them now."""
+        return self._joined(
+            self._read(number + 1, at_once=True) for number in range(status.attempt)
+        )
 
     def left_logs(self) -> list[Path]:
         """The logs of its attempts that a cluster which has died has left."""
@@ -843,48 +829,26 @@ class RemoteJob:
                 raise JobError(f"No more of its log is left. {self.status.message}") from error
 
 
-def ranges_of(selection: str, count: int, name: str) -> list[Range]:
-    """Indices such as ``3,7-9``, as first and last ones.
-
-    Args:
-        selection: the text.
-        count: of the array's elements.
-        name: of the array, for errors.
-
-    Raises:
-        ConfigError: the text is no such list.
-        JobError: an element is not there.
-    """
-    ranges = []
-    parts = selection.split(",") if isinstance(selection, str) else [""]
-    for part in parts:
+def indices_of(selection: str, count: int, name: str) -> set[int]:
+    """The indices that a text such as ``3,7-9`` selects of an array of ``count`` elements."""
+    indices: set[int] = set()
+    for part in selection.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or not (last if dash else first).isdecimal():
             raise ConfigError(
                 f"{selection!r} selects no elements of an array; expected is one of "
                 f"{', '.join(STATES)}, or indices such as 3,7-9."
             )
-        found = int(first), int(last or first)
-        if found[0] > found[1] or found[1] >= count:
+        chosen = range(int(first), int(last or first) + 1)
+        if not chosen or chosen[-1] >= count:
             raise JobError(
                 f"The array {name!r} has no element {part.strip()}; it has 0 to {count - 1}."
             )
-        ranges.append(found)
-    return ranges
+        indices.update(chosen)
+    return indices
 
 
-def merged_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """The same elements in their order, each once."""
-    found: list[Range] = []
-    for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
-        else:
-            found.append((first, last))
-    return found
-
-
-def values_of(folder: Path, ranges: Sequence[Range]) -> dict[int, dict[str, Any]]:
+def values_of(folder: Path, wanted: set[int]) -> dict[int, dict[str, Any]]:
     """The values of elements from the file that was sent, if the folder of the job still has it."""
     for path in sorted((folder / SCRIPTS_DIR).glob("*")):
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -894,7 +858,6 @@ def values_of(folder: Path, ranges: Sequence[Range]) -> dict[int, dict[str, Any]
             except ValueError:
                 continue
             if fields:  # else it is any other script
-                wanted = {index for first, last in ranges for index in range(first, last + 1)}
                 return {
                     index: dict(zip(fields, json.loads(line), strict=False))
                     for index, line in enumerate(file)
@@ -993,7 +956,7 @@ def record(
         seen: jobs, and what the snapshot says of them.
         snapshot: what clusters say.
         is_final: the cluster is about to be stopped, and with it all that runs on it.
-        copy_s: seconds to wait for the copies, which go on after that; ``None`` waits for all.
+        copy_s: seconds to wait for the copies, which continue after that; ``None`` waits for all.
 
     Returns:
         A sentence for each log that could not be copied.
@@ -1003,13 +966,16 @@ def record(
         by_folder.setdefault(job.record.exp_dir, []).append((job, status))
     problems: list[str] = []
     for exp_dir, jobs in by_folder.items():
+        store = store_of(exp_dir)
         if os.access(exp_dir, os.W_OK):
-            store = store_of(exp_dir)
             _write(store, jobs, snapshot, is_final)
+            now = time.monotonic()
             ended = [
                 (job, status)
                 for job, status in jobs
-                if _has_ended(status) and status.attempt and job.id not in store.copied
+                if _has_ended(status)
+                and status.attempt
+                and store.copy_again_at.get(job.id, 0) < now
             ]
             # A client that does not wait looks again soon: one thread at a time is enough.
             if ended and not (copy_s == 0 and store.copying.locked()):
@@ -1019,12 +985,6 @@ def record(
                 thread.start()
                 thread.join(copy_s)
     return problems
-
-
-def _copy_all(
-    store: ExperimentStore, ended: Iterable[tuple[RemoteJob, JobStatus]], problems: list[str]
-) -> None:
-    problems.extend(filter(None, (_copy(store, job, status) for job, status in ended)))
 
 
 def _has_ended(status: JobStatus) -> bool:
@@ -1044,7 +1004,7 @@ def _write(
             current = store.ledger.job(job.id)
             if current is None or current.terminal:
                 continue
-            seen = _begun(store, job.id, job.attempts_in(snapshot))
+            seen = _begun(store, job.attempts_in(snapshot))
             # One that Ray only holds back may start after all, and is stopped then. An id that
             # another submission has may be that of this job by `resume`, which is not read yet.
             is_held_back = job.is_direct and any(
@@ -1071,24 +1031,15 @@ def _append(store: ExperimentStore, events: Sequence[Event]) -> None:
         log.warning("What was seen of the jobs is not kept in %s: %s", store.exp_dir, error)
 
 
-def _begun(store: ExperimentStore, job: str, attempts: Attempts) -> Attempts:
-    """The attempts; those that were posted, or did not run, a moment ago have begun now.
-
-    One that was first seen later than that may have begun at any moment before.
-    """
-    now = time.time()
-    running = frozenset(
-        name for name, attempt in attempts.items() if attempt.state == JobState.RUNNING.value
-    )
-    looked_at, before = store.looked.get(job, (0.0, running))
-    store.looked[job] = now, running
-    found = {**attempts}
-    for name in running:
-        is_fresh = now - attempts[name].posted_at <= _FRESH_S
-        is_new = name not in before and now - looked_at <= _MOMENT_S
-        if (is_fresh or is_new) and attempts[name].running_at is None:
-            found[name] = replace(attempts[name], running_at=now)
-    return found
+def _begun(store: ExperimentStore, attempts: Attempts) -> Attempts:
+    """The attempts; those that were posted, or did not run, a moment ago have begun now."""
+    now, begun = time.time(), {**attempts}
+    for name, attempt in attempts.items():
+        if attempt.state != JobState.RUNNING.value:
+            store.waited_at[name] = now
+        elif now - max(attempt.posted_at, store.waited_at.get(name, 0.0)) <= _MOMENT_S:
+            begun[name] = replace(attempt, running_at=now)
+    return begun
 
 
 def with_begin_times(job: RemoteJob, attempts: Attempts) -> Attempts:
@@ -1105,58 +1056,46 @@ def with_begin_times(job: RemoteJob, attempts: Attempts) -> Attempts:
     return found
 
 
-def _copy(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> str:
-    """Copy the log of a job that has ended, and what its driver has written; why that failed.
+def _copy_all(
+    store: ExperimentStore, ended: Iterable[tuple[RemoteJob, JobStatus]], problems: list[str]
+) -> None:
+    """Copy the logs of jobs that have ended, what their drivers have written, and begin times.
 
-    A log that the cluster does not have, or that takes too long, is given up, which is written
-    down. A cluster that does not answer is asked again by a later call.
+    What the cluster does not have, or what takes too long, is given up. A cluster that does not
+    answer is asked again by a later call.
     """
     with store.copying:  # another thread that has seen the same end waits until it is copied
-        again_at = store.copy_failed_at.get(job.id, -_COPY_AGAIN_S) + _COPY_AGAIN_S
-        if job.id in store.copied or time.monotonic() < again_at:
-            return ""
-        try:
-            problem = _copy_log(store, job, status)
-            _copy_driver_files(job, status)
-            current = store.ledger.job(job.id)
-            attempts = with_begin_times(job, current.attempts) if current else {}
-            if current and attempts != current.attempts:
-                rows = [attempt.to_json() for attempt in attempts.values()]
-                _append(store, [(SEEN, job.id, {"attempts": rows})])
-            store.copied.add(job.id)
-        except (NemoRunRayError, OSError, ValueError) as error:
-            log.info("The log of %s is not copied yet: %s", job.id, error)
-            problem = f"The log of {job.id} could not be copied: {error}"
-            store.copy_failed_at[job.id] = time.monotonic()
-    return problem
+        for job, status in ended:
+            if time.monotonic() < store.copy_again_at.get(job.id, 0):
+                continue
+            again_at = float("inf")
+            for copy in (_copy_log, _copy_driver_files, _copy_begin_times):
+                try:
+                    copy(store, job, status)
+                except (NemoRunRayError, OSError, ValueError) as error:
+                    problems.append(f"The log of {job.id} is not copied whole: {error}")
+                    log.info(problems[-1])
+                    if not isinstance(error, (JobError, OSError)):
+                        again_at = time.monotonic() + _COPY_AGAIN_S
+                        break
+            store.copy_again_at[job.id] = again_at
 
 
-def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> str:
-    """Copy a log that is to be kept; why it is given up, if it is."""
-    if not job.misses_log:
-        return ""
+def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> None:
     deadline = time.monotonic() + COPY_S
 
     def in_time(texts: Iterator[str]) -> Iterator[str]:
         for text in texts:
             if time.monotonic() > deadline:
-                raise StreamCut("it did not arrive in time")
+                raise JobError("it did not arrive in time.")
             yield text
 
-    try:
-        texts = job.left_text() if job.left_logs() else job.whole_log(status, COPY_S)
+    if job.misses_log:
+        texts = job.left_text() if job.left_logs() else job.whole_log(status)
         job.kept.keep_log(in_time(texts), job.record.keep_logs_max_bytes)
-    except (NemoRunRayError, OSError) as error:
-        if not isinstance(error, (JobError, OSError)) and time.monotonic() < deadline:
-            raise
-        problem = f"The log of {job.id} is not kept in the experiment's folder: {error}"
-        log.warning("%s", problem)
-        _append(store, [(UNKEPT, job.id, {"why": str(error)})])
-        return problem
-    return ""
 
 
-def _copy_driver_files(job: RemoteJob, status: JobStatus) -> None:
+def _copy_driver_files(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> None:
     """Copy what the driver of a group or of an array has written."""
     if not job.kept.has(_ROWS):
         rows = job.roles(status) or job.array_rows(status)
@@ -1168,3 +1107,11 @@ def _copy_driver_files(job: RemoteJob, status: JobStatus) -> None:
             results = job.array_file(status, RESULTS_FILE)
             job.kept.keep(RESULTS_FILE, "\n".join([*results, ""]))
             job.kept.keep(STATES_FILE, "\n".join([*states, ""]))  # last: with it, all is kept
+
+
+def _copy_begin_times(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> None:
+    known = store.ledger.jobs()[job.id].attempts
+    attempts = with_begin_times(job, known)
+    if attempts != known:
+        rows = [attempt.to_json() for attempt in attempts.values()]
+        _append(store, [(SEEN, job.id, {"attempts": rows})])

@@ -31,7 +31,7 @@ from nemo_run_ray.remote.status import Attempt, JobState, JobStatus, Reason
 log = logging.getLogger(__name__)
 
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
-TERMINAL, SEEN, UNKEPT = "terminal", "seen", "unkept"
+TERMINAL, SEEN = "terminal", "seen"
 #: Kind, submission id and values.
 Event = tuple[str, str, dict[str, Any]]
 _CHECKED = ConfigDict(allow_inf_nan=False)
@@ -129,7 +129,6 @@ class JobRecord:
         log_copy: beginning of the path of a second file for its log; empty for none.
         intended_at: when it was last about to be submitted, in seconds since the epoch.
         last: the last event of its submission.
-        is_log_given_up: its log could not be kept.
         terminal: its status, once a client has written down its end.
         attempts: what was seen of its attempts, by submission id.
     """
@@ -151,7 +150,6 @@ class JobRecord:
     log_copy: str = ""
     intended_at: float = 0.0
     last: str = INTENT
-    is_log_given_up: bool = False
     terminal: JobStatus | None = None
     attempts: Mapping[str, AttemptRecord] = field(default_factory=dict)
 
@@ -289,8 +287,6 @@ class Ledger:
             attempts = merged(record.attempts, {one.submission_id: one for one in seen})
             ended = JobStatus.from_json(event["status"]) if kind == TERMINAL else record.terminal
             record = replace(record, terminal=ended, attempts=attempts)
-        elif kind == UNKEPT:
-            record = replace(record, is_log_given_up=True)
         elif kind in (SUBMITTED, UNSETTLED):
             record = replace(record, last=kind)
             if kind == SUBMITTED:
@@ -456,9 +452,8 @@ class ExperimentStore:
         packing: guards the files that packagers write.
         recording: guards what is written of jobs that were seen.
         copying: guards the copies of logs.
-        looked: when this process saw a job last, and which of its attempts ran then.
-        copied: jobs whose logs are kept or given up.
-        copy_failed_at: when the log of a job could not be copied, by the monotonic clock.
+        waited_at: when this process saw an attempt that did not run, last.
+        copy_again_at: when the log of a job is to be copied again, by the monotonic clock.
         reported: job, state and reason that were shown to this process's user.
     """
 
@@ -471,9 +466,8 @@ class ExperimentStore:
         self.packing = threading.Lock()
         self.recording = threading.Lock()
         self.copying = threading.Lock()
-        self.looked: dict[str, tuple[float, frozenset[str]]] = {}
-        self.copied: set[str] = set()
-        self.copy_failed_at: dict[str, float] = {}
+        self.waited_at: dict[str, float] = {}
+        self.copy_again_at: dict[str, float] = {}
         self.reported: set[tuple[str, JobState, Reason]] = set()
 
 

@@ -188,7 +188,7 @@ def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on
     found = job.cancel_elements("waiting")
 
     thread.join()
-    assert (driver.cancelled, driver.only_waiting) == ([[0, 7]], True)
+    assert (driver.cancelled, driver.only_waiting) == ([[6, 7]], True)
     assert [(one.index, one.state) for one in found] == [(6, "running"), (7, "cancelled")]
 
 
