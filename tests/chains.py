@@ -12,7 +12,7 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.experiment.dispatch import Dispatch
-from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import find_job
 from nemo_run_ray.ids import dispatcher_id
 from nemo_run_ray.remote.status import JobState, JobStatus
 from tests.conftest import wait_for

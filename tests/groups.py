@@ -9,8 +9,7 @@ import nemo_run as run
 
 from nemo_run_ray import PortProbe, RayExecutor
 from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, find_job
 from tests.conftest import processes_of, wait_for
 
 #: A server that is ready at once and says when it is told to end.

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 def _complete(incomplete: str) -> list[str]:
     """Titles and ids of experiments, and ids of their jobs, that begin so."""
-    from nemo_run_ray.experiment.find import experiments, jobs_of
+    from nemo_run_ray.experiment.job import jobs_of
+    from nemo_run_ray.experiment.store import experiments
 
     folders = [
         folder
@@ -61,7 +62,7 @@ def _complete(incomplete: str) -> list[str]:
 
 def _complete_job(context: typer.Context, incomplete: str) -> list[str]:
     """Names of jobs of the experiment that is named before."""
-    from nemo_run_ray.experiment.find import find
+    from nemo_run_ray.experiment.job import find
 
     with contextlib.suppress(NemoRunRayError):
         names = [job.name for job in find("".join(context.args[:1]))]
@@ -350,7 +351,8 @@ def open_page(name: Name, job: Job = "") -> None:
 
 def _jobs(name: str, job: str = "") -> list[RemoteJob]:
     """The jobs of a name, or the one of them that is named."""
-    from nemo_run_ray.experiment.find import did_you_mean, find
+    from nemo_run_ray.experiment.job import find
+    from nemo_run_ray.experiment.store import did_you_mean
 
     jobs = find(name)
     names = [one.name for one in jobs]
@@ -371,7 +373,7 @@ def _job(name: str, job: str) -> RemoteJob:
 
 def resume(experiment: Experiment) -> None:
     """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
-    from nemo_run_ray.experiment.find import did_you_mean, find_experiment, titles
+    from nemo_run_ray.experiment.store import did_you_mean, find_experiment, titles
     from nemo_run_ray.nemo import registry
     from nemo_run_ray.nemo.scheduler import resume_experiment
 
@@ -458,7 +460,7 @@ def _end_jobs(
             out.print(f"Cancelling {len(busy)} job(s) …")
             for job in end_all(api):
                 out.print(f"{job} has not ended; it is killed with the cluster.")
-        for line in note_ends(api, cluster, is_forced=bool(busy)):
+        for line in note_ends(api, is_forced=bool(busy)):
             out.print(line)
     except ClusterError as error:
         if not force:

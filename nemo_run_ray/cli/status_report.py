@@ -21,15 +21,14 @@ from rich.text import Text
 
 from nemo_run_ray.errors import shown
 from nemo_run_ray.experiment.dispatch import Snapshot
-from nemo_run_ray.experiment.find import experiments, jobs_of
 from nemo_run_ray.experiment.job import (
-    FIRST_FAILURES,
     RemoteJob,
     failure_lines,
+    jobs_of,
     not_ready,
     with_begin_times,
 )
-from nemo_run_ray.experiment.store import store_of
+from nemo_run_ray.experiment.store import experiments, store_of
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
@@ -135,8 +134,7 @@ class StatusReport:
                 parts += _group_lines(row)
             if "elements" in row:
                 parts += _array_lines(row)
-                if FIRST_FAILURES not in status.detail:
-                    parts += failure_lines(row)  # type: ignore[arg-type]
+                parts += failure_lines(row)  # type: ignore[arg-type]
         for shared in troubles.values():
             parts.append(f"\n{_short([name for name, _ in shared])}: {shared[0][1]}")
         table = Table(box=None, pad_edge=False)
@@ -164,7 +162,7 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> dict[str, Any
         row["host"] = hosts.get(attempt.node)
         if status.state is JobState.LOST and not JobState(attempt.state).is_terminal:
             # It is lost with its job, because its end was not seen.
-            row |= {"state": JobState.LOST.value, "seen_at": attempt.seen_at}
+            row["state"] = JobState.LOST.value
         attempts.append(row)
     explained = status.reason in (Reason.ROOM, Reason.UNSCHEDULABLE)
     waits_for_room = status.detail if explained and status.state is JobState.PENDING else ""
@@ -221,7 +219,9 @@ def timeline_page(jobs: Sequence[RemoteJob], now: float) -> str:
     report = observe(jobs)
     report.complete()
     folder = jobs[0].record.exp_dir
-    return page(folder.name, report.rows, store_of(folder).ledger.began_at() or now, now)
+    records = store_of(folder).ledger.jobs().values()
+    began_at = min((record.intended_at for record in records), default=now)
+    return page(folder.name, report.rows, began_at, now)
 
 
 def since(row: Row, now: float) -> str:

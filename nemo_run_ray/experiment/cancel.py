@@ -7,25 +7,14 @@ keeps them in a folder that others may remove: both are written down first.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
-from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.dashboard.jobs import PATIENCE_S, JobsApi
 from nemo_run_ray.errors import ClusterError, JobError, NemoRunRayError, Unanswered
-from nemo_run_ray.experiment.dispatch import (
-    Dispatch,
-    Snapshot,
-    StopRequests,
-    cancel_dispatch,
-    poll_until,
-)
-from nemo_run_ray.experiment.find import experiments_of
+from nemo_run_ray.experiment.dispatch import Snapshot, StopRequests, claim, poll_until
 from nemo_run_ray.experiment.job import RemoteJob, record
-from nemo_run_ray.experiment.store import store_of
+from nemo_run_ray.experiment.store import experiments_of, store_of
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.remote.spec import JobRows
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason, is_active, is_running
@@ -46,7 +35,13 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
         ClusterError: a job did not end in time, or a cluster stopped answering; all others were
             cancelled too.
     """
-    _cancel_whole_dispatches(jobs)
+    snapshot = Snapshot()
+    for dispatch in {job.dispatch for job in jobs if not job.is_direct}:
+        given = [job for job in jobs if job.record.dispatcher == dispatch.id]
+        states = [job.status_in(snapshot).state for job in given]
+        if len(given) == len(dispatch.spec.jobs) > 1 and not all(one.is_terminal for one in states):
+            # One claim for all that have not started.
+            claim(given[0].api(), dispatch.spec.cancel_id, dispatch.spec.nonce)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         ends = [pool.submit(_cancel, job) for job in jobs]
         try:
@@ -60,33 +55,16 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
 def _cancel(job: RemoteJob) -> str:
     snapshot = Snapshot()
     status = job.status_in(snapshot)
-    if status.state.is_terminal:
+    if status.state.is_terminal and status.state is not JobState.CANCELLED:
         record([(job, status)], snapshot)
-        if status.state is not JobState.CANCELLED:
-            return f"{job.name} is {status.state.value}: there is nothing to cancel"
-    else:
+        return f"{job.name} is {status.state.value}: there is nothing to cancel"
+    if not job.record.terminal:
         status = job.cancel()
     proof = ""
     if status.state is JobState.CANCELLED:
         with contextlib.suppress(JobError):  # its cluster has been stopped since, with all of it
             proof = f"; {job.proof_of_end(status)}"
     return f"{job.name} is {status.state.value.lower()}{proof}"
-
-
-def _cancel_whole_dispatches(jobs: Sequence[RemoteJob]) -> None:
-    """Cancel dispatches whose jobs are all given, with one claim each for what has not started."""
-    by_dispatch: dict[Dispatch, list[RemoteJob]] = {}
-    for job in jobs:
-        if not job.is_direct:
-            by_dispatch.setdefault(job.dispatch, []).append(job)
-    for dispatch, given in by_dispatch.items():
-        if len(dispatch.spec.jobs) != len(given) or len(given) == 1:
-            continue
-        snapshot = Snapshot()
-        if not all(job.status_in(snapshot).state.is_terminal for job in given):
-            cancel_dispatch(dispatch, given[0].api())
-            snapshot = Snapshot(is_fresh=True)
-            record([(job, job.status_in(snapshot)) for job in given], snapshot)
 
 
 def active(rows: JobRows) -> list[str]:
@@ -123,12 +101,11 @@ def end_all(api: JobsApi) -> list[str]:
     return running or []
 
 
-def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
+def note_ends(api: JobsApi, is_forced: bool) -> Iterator[str]:
     """Write down how the jobs of this NeMo-Run home ended, and keep their logs.
 
     Args:
         api: the cluster's dashboard.
-        cluster: that is about to be stopped.
         is_forced: its jobs were stopped; those that have not ended are noted as cancelled.
 
     Yields:
@@ -140,7 +117,9 @@ def note_ends(api: JobsApi, cluster: Cluster, is_forced: bool) -> Iterator[str]:
     for exp_dir in sorted(experiments_of(rows.keys())):
         seen: list[tuple[RemoteJob, JobStatus]] = []
         for row in store_of(exp_dir).ledger.jobs().values():
-            if _is_on(row.cluster, cluster) and not row.is_dispatcher:
+            if row.is_dispatcher:
+                continue
+            if not rows.keys().isdisjoint((row.submission_id, row.dispatcher)):
                 try:
                     job = RemoteJob(row)
                     seen.append((job, job.look(snapshot)))
@@ -166,24 +145,3 @@ def _stopped(job: RemoteJob, snapshot: Snapshot) -> JobStatus:
     node = attempts[-1].node if attempts else ""
     detail = "cancelled when its cluster was stopped"
     return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts))
-
-
-def _is_on(record: Mapping[str, Any], cluster: Cluster) -> bool:
-    """Whether a job's record names this cluster, however it has written its folder."""
-    return _place(record) == _place(cluster.record())
-
-
-def _place(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a record that tells a cluster from others of its kind.
-
-    Whether one on Slurm renews itself does not, and neither does the key by which its host is
-    reached.
-    """
-    if "state_dir" in record:
-        return {"kind": record["kind"], "folder": Path(record["state_dir"]).resolve()}
-    if "tunnel" in record:
-        tunnel = record["tunnel"]
-        place = {name: tunnel.get(name) for name in ("host", "user", "port")}
-        folder = os.path.normpath(tunnel["job_dir"])
-        return {"kind": record["kind"], "name": record["name"], "folder": folder, **place}
-    return dict(record)

@@ -31,6 +31,7 @@ from nemo_run_ray.errors import (
     ClusterError,
     Conflict,
     JobError,
+    JobRefused,
     NemoRunRayError,
     SubmissionError,
     Taken,
@@ -39,7 +40,9 @@ from nemo_run_ray.errors import (
 from nemo_run_ray.experiment.store import (
     INTENT,
     SUBMITTED,
+    TERMINAL,
     UNSETTLED,
+    Event,
     JobRecord,
     store_of,
 )
@@ -62,12 +65,13 @@ from nemo_run_ray.remote.status import (
     Attempt,
     JobExit,
     JobState,
+    JobStatus,
+    Reason,
     attempt_id,
     attempt_of_row,
     attempts_of,
     claim_body,
     first_id,
-    is_pending,
     is_running,
 )
 
@@ -326,11 +330,29 @@ def dispatches_of(exp_dir: Path) -> list[Dispatch]:
 OUTCOME_S = 180.0
 
 
-def submit_once(
-    api: JobsApi,
-    body: dict[str, Any],
-    nonces: Callable[[], Collection[str]],
-) -> None:
+def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: dict[str, Any]) -> None:
+    """Write a job's intent down, post it so that exactly one comes of it, and note the outcome.
+
+    Raises:
+        SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
+        Conflict: the id belongs to a job of another run.
+        OSError: the intent cannot be written down.
+    """
+    ledger, name = store_of(exp_dir).ledger, str(body["submission_id"])
+    ledger.write_all([intent])
+    try:
+        _post(api, body, lambda: ledger.jobs()[name].nonces)
+    except JobRefused as error:
+        refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
+        ledger.note(TERMINAL, name, status=refused.to_json())
+        raise
+    except NemoRunRayError as error:
+        ledger.note(UNSETTLED, name, why=str(error))
+        raise
+    ledger.note(SUBMITTED, name)
+
+
+def _post(api: JobsApi, body: dict[str, Any], nonces: Callable[[], Collection[str]]) -> None:
     """Post a job so that exactly one comes of it, also when answers are lost.
 
     After an error the job table is asked before anything else is done. A repeated request cannot
@@ -338,12 +360,8 @@ def submit_once(
 
     Args:
         api: where.
-        body: of the request; its intent is in the ledger.
+        body: of the request.
         nonces: returns those of all submissions of this id by the experiment's processes.
-
-    Raises:
-        SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
-        Conflict: the id belongs to a job of another run.
     """
     submission_id = str(body["submission_id"])
     deadline = time.monotonic() + OUTCOME_S
@@ -387,11 +405,6 @@ def submit_once(
 def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> str:
     """Start a dispatcher, whether there was one before or not; its submission id.
 
-    Args:
-        dispatch: what it is to hand over.
-        api: of the cluster.
-        cluster: the cluster's record.
-
     Raises:
         ConfigError: a secret of a job that has not started is not set.
         JobError: the experiment's folder is not whole, or cannot be written to.
@@ -408,9 +421,9 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
     try:
         start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
-        for archive_name in start["archives"]:
-            if not api.has_package(archive_name):
-                api.put_package(archive_name, (folder / archive_name).read_bytes())
+        for saved in start["archives"]:
+            if not api.has_package(saved):
+                api.put_package(saved, (folder / saved).read_bytes())
     except (OSError, ValueError) as error:
         raise JobError(
             f"The chain {dispatch.id} cannot be started again from {folder}: {error}. Copy the "
@@ -427,38 +440,36 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     for archive in uploads:
         api.put_package(archive.name, archive.pack())
     packages = [*start["archives"], *(archive.name for archive in uploads)]
-    body = {
-        "submission_id": name,
-        "entrypoint": dispatcher_entrypoint(start["pythons"], name, nonce),
-        "runtime_env": {"py_modules": [f"gcs://{package}" for package in packages], "env_vars": {}},
-        "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
-    }
-    if not hidden:  # the cluster itself can go on with it in another allocation
-        entrypoint = dispatcher_entrypoint(start["pythons"], SUBMISSION_ID, nonce)
-        again = {**body, "submission_id": dispatch.id, "entrypoint": entrypoint}
 
-        def data() -> dict[str, bytes]:
-            saved = {name: (folder / name).read_bytes() for name in start["archives"]}
-            return saved | {archive.name: archive.pack() for archive in uploads}
+    def body(submission_id: str, argument: str) -> dict[str, Any]:
+        return {
+            "submission_id": submission_id,
+            "entrypoint": dispatcher_entrypoint(start["pythons"], argument, nonce),
+            "runtime_env": {"py_modules": [f"gcs://{one}" for one in packages], "env_vars": {}},
+            "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
+        }
 
+    if not hidden:  # the cluster itself can continue with it in another allocation
         ids = sorted(spec.ids - {dispatch.id, spec.cancel_id, ""})
-        from_record(cluster).keep_dispatch(dispatch.id, ids, again, data)
-    ledger = store_of(dispatch.exp_dir).ledger
-    values = {"job": DISPATCHER, "cluster": cluster, "session": spec.session, "nonce": nonce}
+        from_record(cluster).keep_dispatch(
+            dispatch.id,
+            ids,
+            body(dispatch.id, SUBMISSION_ID),
+            lambda: {
+                **{saved: (folder / saved).read_bytes() for saved in start["archives"]},
+                **{archive.name: archive.pack() for archive in uploads},
+            },
+        )
+    values: dict[str, Any] = {"job": DISPATCHER, "dispatcher": dispatch.id, "is_dispatcher": True}
+    values |= {"cluster": cluster, "session": spec.session, "nonce": nonce}
     try:
-        ledger.write(INTENT, name, dispatcher=dispatch.id, is_dispatcher=True, **values)
+        submit_once(dispatch.exp_dir, (INTENT, name, values), api, body(name, name))
     except OSError as error:
         raise JobError(
             f"The dispatcher {name} cannot be written down in {dispatch.exp_dir}: "
             f"{error.strerror}. It was not started. Make room there, or look at the experiment as "
             "the user who owns that folder."
         ) from error
-    try:
-        submit_once(api, body, lambda: [nonce])
-    except NemoRunRayError as error:
-        ledger.note(UNSETTLED, name, why=str(error))
-        raise
-    ledger.note(SUBMITTED, name)
     return name
 
 
@@ -480,7 +491,7 @@ def resume(dispatch: Dispatch) -> str:
     if dashboard is None:
         archive = cluster.archive(dispatch.spec.session)
         if archive is not None and archive.continues:
-            return f"it goes on by itself: {archive.reason}"
+            return f"it continues by itself: {archive.reason}"
         return f"run the experiment again: {(archive and archive.reason) or GONE}"
     api = JobsApi.of(dashboard)
     found = dispatch.look(api, Snapshot(is_fresh=True))
@@ -554,35 +565,25 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
             is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
             is_needed = not (found.lost or found.is_dispatched or found.decision.is_over)
             if is_needed and not is_young:
-                _revive(dispatch, api, record.cluster)
+                _revive(dispatch)
 
 
-def _revive(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> None:
+def _revive(dispatch: Dispatch) -> None:
     """Start a dispatcher again that is dead and has something to do."""
     with store_of(dispatch.exp_dir).lock:
         now, last = time.monotonic(), (dispatch.revived_at or [-_REVIVE_AGAIN_S])[-1]
         if now - last < _REVIVE_AGAIN_S or len(dispatch.revived_at) >= _REVIVALS_MAX:
             return
         dispatch.revived_at.append(now)
-    why = "never reached the cluster"
     try:
-        found = dispatch.look(api, Snapshot(is_fresh=True))
-        if found.is_dispatched:
-            return  # another client was faster
-        if found.dispatcher:
-            status = found.dispatcher[max(found.dispatcher)].status
-            why = f"has ended before its jobs ({status.detail or status.state.value.lower()})"
-        started = start_dispatcher(dispatch, api, cluster)
+        outcome = resume(dispatch)
     except NemoRunRayError as error:
-        log.warning("The dispatcher %s %s, and cannot be started: %s", dispatch.id, why, error)
-        return
-    log.warning("The dispatcher %s %s; it is started again as %s.", dispatch.id, why, started)
+        outcome = f"it cannot be started: {error}"
+    log.warning("The dispatcher %s was not at work: %s", dispatch.id, outcome)
 
 
 # ---------------------------------------------------------------- cancel
 
-#: Seconds beyond the grace period until all jobs of a dispatch must have ended, one by one.
-_DISPATCH_MARGIN_S = 60.0
 #: Seconds that a cluster may take for its first answer.
 _AWAY_S = 20.0
 _STEP_S = 0.2
@@ -611,16 +612,11 @@ def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
         except Unanswered as error:
             trouble = error
         time.sleep(_STEP_S)
-    if trouble is not None and not has_answered:
-        raise ClusterError(
-            f"It is not known whether {what} was told to end. {trouble} Cancel it "
-            "again when the cluster answers."
-        ) from trouble
-    reason = "it is still running." if trouble is None else str(trouble)
+    waited_s = limit_s if has_answered else _AWAY_S
     raise ClusterError(
-        f"Within {limit_s:.0f} s of being cancelled {what} did not end: {reason} Cancel it again, "
-        "or look at it in Ray's dashboard."
-    )
+        f"Within {waited_s:.0f} s of being cancelled {what} did not end: "
+        f"{trouble or 'it is still running.'} Cancel it again, or look at it in Ray's dashboard."
+    ) from trouble
 
 
 class StopRequests:
@@ -647,34 +643,3 @@ def claim(api: JobsApi, submission_id: str, nonce: str) -> None:
     """Take an id, so that no process can start it any more, unless it is taken already."""
     with contextlib.suppress(Taken):  # an attempt that began now, or a claim: look again
         api.post(claim_body(submission_id, nonce, CANCELLED))
-
-
-def cancel_dispatch(dispatch: Dispatch, api: JobsApi) -> None:
-    """Cancel every job of a dispatch, those that have not started among them, by one claim.
-
-    Raises:
-        ClusterError: it did not end in time, or the cluster stopped answering.
-    """
-    stops = StopRequests()
-    nonces = {job.name: job.nonce for job in dispatch.spec.jobs}
-
-    def step() -> bool | None:
-        seen = dispatch.look(api, Snapshot(is_fresh=True))
-        if dispatch.spec.cancel_id not in seen.rows:
-            claim(api, dispatch.spec.cancel_id, dispatch.spec.nonce)
-            return None
-        # Do what a dispatcher would do to end jobs, since there may be none at work.
-        to_stop = [action for action in seen.decision.actions if action.do is Do.STOP]
-        held = all(is_pending(seen.rows[action.submission_id]) for action in to_stop)
-        if seen.decision.is_over and (not to_stop or (held and stops.have_settled)):
-            return True
-        for action in seen.decision.actions:
-            if action.do is Do.CLAIM:
-                claim(api, action.submission_id, nonces[action.job])
-        for action in to_stop:
-            stops.ask(api, action.submission_id)
-        return None
-
-    records = store_of(dispatch.exp_dir).ledger.jobs().values()
-    grace_s = max(record.grace_s for record in records if record.dispatcher == dispatch.id)
-    poll_until(step, grace_s + _DISPATCH_MARGIN_S, f"the chain {dispatch.id}")

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from nemo_run.config import SCRIPTS_DIR
+from nemo_run.config import SCRIPTS_DIR, get_nemorun_home
 
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.clusters.base import ClusterArchive, text_of
@@ -59,9 +60,12 @@ from nemo_run_ray.experiment.store import (
     ExperimentStore,
     JobRecord,
     Kept,
-    has_news,
-    known,
+    did_you_mean,
+    find_experiment,
+    find_record,
+    merged,
     store_of,
+    titles,
 )
 from nemo_run_ray.fields import is_amount
 from nemo_run_ray.remote.end_record import end_mark, record_in
@@ -90,7 +94,6 @@ from nemo_run_ray.remote.status import (
     NODE_DEAD_S,
     RESULTS_FILE,
     STATES_FILE,
-    JobExit,
     JobState,
     JobStatus,
     Phase,
@@ -110,8 +113,6 @@ log = logging.getLogger(__name__)
 STATES = ("waiting", "running", "succeeded", "failed", "cancelled", "lost")
 #: States in which an element is not over.
 ACTIVE = ("waiting", "running")
-#: Begins the failures of elements in the detail of an array that has failed.
-FIRST_FAILURES = "; its first failures:"
 #: Kind of the kept file with the rows of a group or an array.
 _ROWS = "json"
 #: One line of the file of states: first and last index, state, attempts, exit code.
@@ -137,8 +138,6 @@ _MOMENT_S = 10.0
 _LAST_LINES = 3
 #: Seconds that a start takes where there is room; before that nothing is asked.
 _STARTS_S = 3.0
-#: Seconds in which Ray starts a worker by an interpreter of the task's.
-_WORKER_S = 15.0
 #: Number of holders that a message names.
 _HOLDERS_MAX = 3
 
@@ -236,14 +235,16 @@ class RemoteJob:
 
     def attempts_in(self, snapshot: Snapshot) -> Attempts:
         """Its attempts by submission id, or as they were seen last when the cluster is away."""
-        now, seen = time.time(), {}
+        if self.record.terminal:
+            return self.record.attempts
+        seen = {}
         with contextlib.suppress(NemoRunRayError):  # the cluster is away: its status says so
             found = self._dispatch_in(snapshot)
             for number, row in found.attempts[self.id].items() if found else ():
                 name = attempt_id(self.id, number)
                 if not row.claim and row.nonce in self.record.nonces:
-                    seen[name] = AttemptRecord.of(name, row, now)
-        return known(self.record, seen, now)
+                    seen[name] = AttemptRecord.of(name, row)
+        return merged(self.record.attempts, seen)
 
     def hosts_in(self, snapshot: Snapshot) -> Mapping[str, str]:
         """The names of its cluster's nodes by their ids; empty when the cluster does not say."""
@@ -286,7 +287,7 @@ class RemoteJob:
             why = f"the dispatcher {self.dispatch.id} is not at work"
             status = replace(status, reason=Reason.UNDISPATCHED, detail=why)
         if row is not None:
-            status = self._with_failures(self._explained(status, row, api, snapshot))
+            status = self._explained(status, row, api, snapshot)
         return self._named(status), row
 
     def _decided(self, seen: DispatchStatus) -> tuple[JobStatus, JobRow | None]:
@@ -315,7 +316,6 @@ class RemoteJob:
         age_s = time.time() - posted_at
         if of_row.state is JobState.PENDING and of_row.reason is Reason.NONE and age_s > _STARTS_S:
             ask = request_of(self.record.reservation)
-            python = (row.get("runtime_env") or {}).get("py_executable")
             why = None
             with contextlib.suppress(NemoRunRayError):  # this only explains
                 if ask:
@@ -323,13 +323,6 @@ class RemoteJob:
                         api,
                         f"why {ask.key}",
                         lambda: why_waiting(ask, api.state.room(), snapshot.rows(api)),
-                    )
-                if why is None and python and age_s > _WORKER_S:
-                    why = (
-                        Reason.REBUILDING,
-                        f"No worker has come up for it with py_executable={python!r} of its "
-                        "runtime environment, which Ray starts each of its workers by: it must be "
-                        "there on the node, and be able to import ray.",
                     )
             if why is not None:
                 since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
@@ -509,19 +502,6 @@ class RemoteJob:
             with contextlib.suppress(NemoRunRayError):  # a node may be known all the same
                 found = self.api().state.rows(status.node, self.ran_as(status))
         return found if fits(found, kind) else None
-
-    def _with_failures(self, status: JobStatus) -> JobStatus:
-        """The status; of an array that has failed with its first failures.
-
-        The last lines of its log are of any elements, mostly of those that have succeeded. With
-        another exit code its driver could not continue, and the log says why.
-        """
-        if not status.tail or not status.detail.startswith(f"exit code {JobExit.SOME_FAILED}"):
-            return status
-        array = self.array_rows(status)
-        lines = failure_lines(array) if array else []
-        detail = "\n".join([f"{status.detail}{FIRST_FAILURES}", *lines])
-        return replace(status, detail=detail, tail="") if lines else status
 
     def array_file(self, status: JobStatus, kind: str) -> list[str]:
         """The lines of a file of an array's driver, from its node or as it was kept.
@@ -927,18 +907,15 @@ def _holders(
 ) -> dict[str, dict[str, float]]:
     """The amounts that jobs hold of what a task finds too little of, the largest holder first."""
     programs = {row["job_id"]: name for name, row in rows.items() if row.get("job_id")}
+    names = scarce(ask, node)
     held: dict[str, dict[str, float]] = {}
     for holding in here:
-        for name in scarce(ask, node):
+        owner = holding.submission_id or programs.get(holding.job_id)
+        for name in names:
             if holding.resources.get(name):
-                owner = holding.submission_id or programs.get(holding.job_id)
                 amounts = held.setdefault(owner or f"the Ray program {holding.job_id}", {})
                 amounts[name] = amounts.get(name, 0.0) + holding.resources[name]
-
-    def share(owner: str) -> float:
-        return sum(amount / ask.resources[name] for name, amount in held[owner].items())
-
-    return {owner: held[owner] for owner in sorted(held, key=lambda one: (-share(one), one))}
+    return dict(sorted(held.items(), key=lambda item: (-sum(item[1].values()), item[0])))
 
 
 def record(
@@ -1012,13 +989,20 @@ def _write(
             )
             is_taken = status.reason is Reason.TAKEN
             has_ended = _has_ended(status) and (is_final or not is_held_back) and not is_taken
-            if has_ended:
-                current = replace(current, terminal=status)
-            attempts = known(current, seen, time.time())
+            attempts = merged(current.attempts, seen)
+            for name, attempt in attempts.items() if has_ended else ():
+                if not JobState(attempt.state).is_terminal:  # Ray would stop it at its start
+                    attempts[name] = replace(
+                        attempt,
+                        state=status.state.value,
+                        reason=status.reason.value,
+                        detail=status.detail,
+                        ended_at=time.time(),
+                    )
             values = {"attempts": [attempt.to_json() for attempt in attempts.values()]}
             if has_ended:
                 events.append((TERMINAL, job.id, {"status": status.to_json(), **values}))
-            elif has_news(current.attempts, attempts):
+            elif attempts != current.attempts:
                 events.append((SEEN, job.id, values))
         _append(store, events)
 
@@ -1115,3 +1099,54 @@ def _copy_begin_times(store: ExperimentStore, job: RemoteJob, status: JobStatus)
     if attempts != known:
         rows = [attempt.to_json() for attempt in attempts.values()]
         _append(store, [(SEEN, job.id, {"attempts": rows})])
+
+
+def find(name: str) -> list[RemoteJob]:
+    """The jobs of an experiment, or one job.
+
+    A job has an ``id``, a ``name``, a ``status`` (state, reason, detail, node …), ``attempts``,
+    ``log(follow=False)``, ``wait(timeout_s)`` and ``cancel()``. Looking changes nothing.
+
+    Args:
+        name: an experiment's id, or its title (then its newest one); a handle of NeMo-Run's; or a
+            job's id on the cluster.
+
+    Returns:
+        The jobs in the order in which they were added; one of a handle or a job's id.
+
+    Raises:
+        JobError: no such job was submitted from this NeMo-Run home.
+    """
+    if not isinstance(name, str):
+        raise JobError(f"A job is found by the name of an experiment or its own, not by {name!r}.")
+    with contextlib.suppress(JobError):
+        return [find_job(name.rpartition("/")[2])]
+    folder = find_experiment(name)
+    if folder is None:
+        raise JobError(
+            f"There is no experiment {name!r} in NeMo-Run's home {get_nemorun_home()}, and no job "
+            f"or handle of that name.{did_you_mean(name, titles())} `nemo experiment list <title>` "
+            "lists the experiments of a title; NEMORUN_HOME names another home."
+        )
+    jobs = jobs_of(folder)
+    if not jobs:
+        raise JobError(
+            f"The experiment {name!r} has handed nothing over to Ray yet. If its program does not "
+            f"run any more, this hands it over: nemo-run-ray resume {shlex.quote(name)}"
+        )
+    return jobs
+
+
+def find_job(submission_id: str) -> RemoteJob:
+    """The job of a submission id.
+
+    Raises:
+        JobError: it was not submitted from this NeMo-Run home.
+    """
+    return RemoteJob(find_record(submission_id))
+
+
+def jobs_of(exp_dir: Path) -> list[RemoteJob]:
+    """The jobs that an experiment's ledger knows, in the order in which they were added to it."""
+    records = sorted(store_of(exp_dir).ledger.jobs().values(), key=lambda record: record.place)
+    return [RemoteJob(record) for record in records if not record.is_dispatcher]

@@ -6,24 +6,25 @@ cluster's. A line is written, flushed and synced before the request that it anno
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
 import shutil
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from filelock import FileLock
+from nemo_run.config import get_nemorun_home
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.ids import LEDGER
+from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
 from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
 from nemo_run_ray.remote.node.output import CUT
 from nemo_run_ray.remote.status import Attempt, JobState, JobStatus, Reason
@@ -34,6 +35,8 @@ INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
 TERMINAL, SEEN = "terminal", "seen"
 #: Kind, submission id and values.
 Event = tuple[str, str, dict[str, Any]]
+#: Digits of seconds since the epoch, until the year 2286.
+_DIGITS_OF_SECONDS = 10
 _CHECKED = ConfigDict(allow_inf_nan=False)
 
 
@@ -50,7 +53,6 @@ class AttemptRecord:
         running_at: when it began to run; ``None`` when no process saw that.
         ended_at: when it ended; ``None`` when no process saw that.
         exit_code: of its command; ``None`` when it has none.
-        seen_at: when it was seen running last; ``None`` when it was not, or has ended.
     """
 
     submission_id: str
@@ -62,13 +64,12 @@ class AttemptRecord:
     running_at: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None
-    seen_at: float | None = None
 
     def __post_init__(self) -> None:
         JobState(self.state)
 
     @classmethod
-    def of(cls, submission_id: str, row: Attempt, now: float) -> AttemptRecord:
+    def of(cls, submission_id: str, row: Attempt) -> AttemptRecord:
         """The record of a row of the job table, which does not say when it began to run."""
         status = row.status
         return cls(
@@ -80,7 +81,6 @@ class AttemptRecord:
             posted_at=row.posted_at,
             ended_at=row.ended_at or None,
             exit_code=row.exit_code,
-            seen_at=now if status.state is JobState.RUNNING else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -91,17 +91,12 @@ class AttemptRecord:
 Attempts = Mapping[str, AttemptRecord]
 
 
-def merged(kept: Attempts, found: Attempts) -> dict[str, AttemptRecord]:
-    """All attempts as found, or as kept where they are not; the earlier begin time counts.
-
-    One that was seen to begin after its end began before that, at a time that nobody saw.
-    """
-    result = {**kept, **found}
-    for name in kept.keys() & found.keys():
-        moments = [at for at in (kept[name].running_at, found[name].running_at) if at is not None]
-        begun, ended = min(moments, default=None), found[name].ended_at
-        is_seen = begun is not None and (ended is None or begun < ended)
-        result[name] = replace(found[name], running_at=begun if is_seen else None)
+def merged(kept: Attempts, seen: Attempts) -> dict[str, AttemptRecord]:
+    """All attempts as seen, or as kept where they are not; the earlier begin time counts."""
+    result = {**kept, **seen}
+    for name in kept.keys() & seen.keys():
+        moments = [at for at in (kept[name].running_at, seen[name].running_at) if at is not None]
+        result[name] = replace(seen[name], running_at=min(moments, default=None))
     return result
 
 
@@ -220,21 +215,15 @@ class Ledger:
 
     def has_arrived(self, name: str) -> bool:
         """Whether a dispatcher of this id, or a job without one, has reached its cluster."""
-        with self._lock:
-            self._read()
-            return name in self._arrived
-
-    def began_at(self) -> float | None:
-        """When the first event was written, in seconds since the epoch."""
-        with self._lock:
-            self._read()
-            return self._began_at
+        return any(
+            record.last == SUBMITTED
+            and name == (record.dispatcher if record.is_dispatcher else record.submission_id)
+            for record in self.jobs().values()
+        )
 
     def _forget(self, inode: int | None) -> None:
         self._inode, self._offset = inode, 0
         self._records: dict[str, JobRecord] = {}
-        self._arrived: set[str] = set()
-        self._began_at: float | None = None
 
     def _read(self) -> None:
         """Take into account what was added to the file. The lock is held."""
@@ -289,62 +278,7 @@ class Ledger:
             record = replace(record, terminal=ended, attempts=attempts)
         elif kind in (SUBMITTED, UNSETTLED):
             record = replace(record, last=kind)
-            if kind == SUBMITTED:
-                self._arrived.add(record.dispatcher if record.is_dispatcher else name)
         self._records[name] = record
-        self._began_at = self._began_at or at
-
-
-def known(record: JobRecord, found: Attempts, now: float) -> Attempts:
-    """The attempts of a job, seen and recorded; none is live once the job has ended.
-
-    Of a job that was given up while it waited Ray's table may have an attempt as pending still: a
-    stop of such a row is held back until Ray would start it.
-
-    Args:
-        record: of the job, with the attempts as they were written down.
-        found: as they are now; empty when the cluster does not tell.
-        now: seconds since the epoch, for an end that nobody has written down.
-    """
-    attempts = merged(record.attempts, found)
-    status = record.terminal
-    for name, one in attempts.items() if status else ():
-        if status and not JobState(one.state).is_terminal:
-            before = record.attempts[name].ended_at if name in record.attempts else None
-            attempts[name] = replace(
-                one,
-                state=status.state.value,
-                reason=status.reason.value,
-                detail=status.detail,
-                ended_at=now if before is None else before,
-                seen_at=None,
-            )
-    return attempts
-
-
-def has_news(kept: Attempts, found: Attempts) -> bool:
-    """Whether what is known of a job's attempts is to be written down.
-
-    Args:
-        kept: as it was written down.
-        found: as it is now.
-    """
-
-    def without_moment(attempts: Attempts) -> dict[str, AttemptRecord]:
-        return {name: replace(one, seen_at=None) for name, one in attempts.items()}
-
-    if without_moment(kept) != without_moment(found):
-        return True
-    return any(_is_longer(kept[name], one) for name, one in found.items())
-
-
-def _is_longer(before: AttemptRecord, now: AttemptRecord) -> bool:
-    """Whether the known run time has grown by 25 % and 5 s: a run of days adds some dozens of
-    lines."""
-    if now.seen_at is None or before.seen_at is None:
-        return now.seen_at != before.seen_at
-    known_s = before.seen_at - now.posted_at
-    return now.seen_at - before.seen_at > max(5.0, known_s / 4)
 
 
 class Kept:
@@ -418,25 +352,19 @@ class Kept:
 
 def _write_end(pieces: Iterable[bytes], most_bytes: int, file: IO[bytes]) -> None:
     """Write the last ``most_bytes`` at most, from the beginning of a line on."""
-    end: deque[bytes] = deque()
-    size = dropped = 0
+    end, size = bytearray(), 0
     for piece in pieces:
-        end.append(piece)
+        end += piece
         size += len(piece)
-        while end and size - len(end[0]) >= most_bytes:
-            dropped += len(end[0])
-            size -= len(end.popleft())
-    if dropped or size > most_bytes:
-        first = end.popleft()
-        begin = max(0, size - most_bytes)
-        begin = first.find(b"\n", begin) + 1 or begin  # of a line that is longer the end is kept
-        rest = first[begin:].decode(errors="ignore").encode()
+        del end[: max(0, len(end) - most_bytes)]
+    if size > most_bytes:
+        del end[: end.find(b"\n") + 1]  # of a line that is longer the end is kept
+        end = bytearray(end.decode(errors="ignore").encode())
         file.write(
-            f"{CUT}{dropped + len(first) - len(rest)} bytes of this log are not kept: "
+            f"{CUT}{size - len(end)} bytes of this log are not kept: "
             f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
         )
-        file.write(rest)
-    file.writelines(end)
+    file.write(end)
 
 
 class ExperimentStore:
@@ -480,3 +408,93 @@ def store_of(exp_dir: Path) -> ExperimentStore:
     key = os.path.abspath(exp_dir)
     with _stores_lock:
         return _stores.setdefault(key, ExperimentStore(exp_dir))
+
+
+def find_experiment(name: str, but: Path | None = None) -> Path | None:
+    """The folder of an experiment's id, or of the newest one of a title; ``None`` without any.
+
+    Args:
+        name: the id or the title.
+        but: a folder that a title does not mean.
+    """
+    folders = _folders()
+    by_id = [folder for folder in folders if folder.name == name]
+    of_title = [folder for folder in folders if folder.parent.name == name and folder != but]
+    return by_id[0] if by_id else max(of_title, key=_began_at, default=None)
+
+
+def _began_at(exp_dir: Path) -> float:
+    """When an experiment was made: by the number at the end of its id, in seconds or parts of them.
+
+    NeMo-Run's ``from_title`` goes by the folder's last change, and a look that keeps a log is one.
+    """
+    number = exp_dir.name.rpartition("_")[2]
+    if number.isdigit() and len(number) >= _DIGITS_OF_SECONDS:
+        return float(f"{number[:_DIGITS_OF_SECONDS]}.{number[_DIGITS_OF_SECONDS:]}")
+    return exp_dir.stat().st_ctime
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names those most like it, with a space before it; empty without any.
+
+    Args:
+        name: what was given: a title, or an id, which begins with its title.
+        known: titles.
+    """
+    titles = sorted(known)
+    near = difflib.get_close_matches(name, titles) or difflib.get_close_matches(
+        name.rpartition("_")[0], titles
+    )
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def titles() -> set[str]:
+    """The titles of all experiments in NeMo-Run's home."""
+    return {folder.parent.name for folder in _folders()}
+
+
+def experiments() -> list[Path]:
+    """The folders of all experiments of this user that submitted jobs, the newest first."""
+    folders = (folder for folder in _folders() if (folder / LEDGER).exists())
+    trusted = (folder for folder in folders if not why_untrusted(str(folder / LEDGER)))
+    return sorted(trusted, key=_began_at, reverse=True)
+
+
+def _folders() -> list[Path]:
+    home = Path(get_nemorun_home()) / "experiments"
+    return [folder for folder in home.glob("*/*") if folder.is_dir()]
+
+
+def find_record(submission_id: str) -> JobRecord:
+    """The record of a job by its id alone, from NeMo-Run's home.
+
+    Raises:
+        JobError: no experiment in this home submitted such a job.
+    """
+    for exp_dir in _candidates({submission_id}):
+        record = store_of(exp_dir).ledger.job(submission_id)
+        if record is not None:
+            return record
+    raise JobError(
+        f"No experiment below {get_nemorun_home()} has submitted a Ray job {submission_id}. Is the "
+        "handle right, and NEMORUN_HOME that of the run?"
+    )
+
+
+def experiments_of(submission_ids: Set[str]) -> list[Path]:
+    """Folders of this user's experiments in NeMo-Run's home that submitted one of these jobs."""
+    return [
+        folder
+        for folder in _candidates(submission_ids)
+        if not why_untrusted(str(folder / LEDGER))
+        and not submission_ids.isdisjoint(store_of(folder).ledger.jobs())
+    ]
+
+
+def _candidates(submission_ids: Set[str]) -> Iterator[Path]:
+    """The folders of experiments that may have submitted one of these jobs, by their names."""
+    for folder in _folders():
+        begin = f"{safe_id(folder.name)}."
+        # A shortened id may have lost the end of the experiment's.
+        if any(one.startswith(begin) or len(one) >= ID_MAX for one in submission_ids):
+            yield folder

@@ -21,7 +21,6 @@ from nemo_run_ray.errors import (
     ConfigError,
     DoesNotFit,
     JobError,
-    JobRefused,
     NemoRunRayError,
     SubmissionError,
     as_markup,
@@ -38,15 +37,15 @@ from nemo_run_ray.experiment.archives import (
     upload,
 )
 from nemo_run_ray.experiment.dispatch import Dispatch, start_dispatcher, submit_once
-from nemo_run_ray.experiment.find import did_you_mean, find_experiment, find_record, titles
 from nemo_run_ray.experiment.store import (
     INTENT,
-    SUBMITTED,
-    TERMINAL,
-    UNSETTLED,
     Event,
     JobRecord,
+    did_you_mean,
+    find_experiment,
+    find_record,
     store_of,
+    titles,
 )
 from nemo_run_ray.ids import HANDLE, dispatcher_id
 from nemo_run_ray.plan.job import JobPlan, joined_places
@@ -60,7 +59,7 @@ from nemo_run_ray.remote.spec import (
     OutsideSpec,
     nonce_of,
 )
-from nemo_run_ray.remote.status import DISPATCHER_KEY, JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import DISPATCHER_KEY
 
 #: The client hands over at most this many jobs; more wait on the cluster, where a dispatcher limits
 #: them to what the head's memory suffices for (110 MB each).
@@ -94,7 +93,6 @@ class Batch:
     names: dict[str, str] = field(default_factory=dict)
     before_post: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _dispatch_lock: threading.Lock = field(default_factory=threading.Lock)
     _dispatched: dict[str, NemoRunRayError | None] = field(default_factory=dict)
     #: By the packager's key, and whether it was packed for a dry run.
     _code: dict[tuple[str, bool], Archive] = field(default_factory=dict)
@@ -147,23 +145,19 @@ class Batch:
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
             name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
-            self._dispatch_once(name, together)
+            with self._lock:  # handed over with the first of its jobs; all share the outcome
+                if name not in self._dispatched:
+                    try:
+                        self._dispatch(name, together)
+                        self._dispatched[name] = None
+                    except NemoRunRayError as error:
+                        self._dispatched[name] = error
+            error_of_first = self._dispatched[name]
+            if error_of_first is not None:
+                raise error_of_first
         else:
             self._submit_alone(planned)
         return planned.submission_id
-
-    def _dispatch_once(self, name: str, jobs: Sequence[JobPlan]) -> None:
-        """Hand a dispatch over with the first of its jobs; all of them share the outcome."""
-        with self._dispatch_lock:
-            if name not in self._dispatched:
-                try:
-                    self._dispatch(name, jobs)
-                    self._dispatched[name] = None
-                except NemoRunRayError as error:
-                    self._dispatched[name] = error
-        error_of_first = self._dispatched[name]
-        if error_of_first is not None:
-            raise error_of_first
 
     def _submit_alone(self, planned: JobPlan) -> None:
         nonce, key = secrets.token_hex(8), secrets.token_hex(16)
@@ -171,64 +165,54 @@ class Batch:
         with self._lock:
             self._check_fit()
             self.before_post()
-            code = {role: self._packed(own) for role, own in planned.packagers.items()}
-            shared = self._shared()
+            shared, code = self._shared(), self._code_of(planned)
             for archive in (*code.values(), *shared):
                 upload(self._api, archive)
         self._api.put_package(hidden.name, hidden.pack())
-        ledger = store_of(self.exp_dir).ledger
-        ledger.write_all([self._intent(planned, nonce)])
         uris = {role: archive.uri for role, archive in code.items()}
         body = planned.body(uris, [archive.uri for archive in (*shared, hidden)], nonce)
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
-        try:
-            submit_once(self._api, body, lambda: ledger.jobs()[planned.submission_id].nonces)
-        except JobRefused as error:
-            refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
-            ledger.note(TERMINAL, planned.submission_id, status=refused.to_json())
-            raise
-        except NemoRunRayError as error:
-            ledger.note(UNSETTLED, planned.submission_id, why=str(error))
-            raise
-        ledger.note(SUBMITTED, planned.submission_id)
+        submit_once(self.exp_dir, self._intent(planned, nonce), self._api, body)
 
     def _dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
         """Write the plan of a dispatch down and start its dispatcher."""
-        with self._lock:
-            places = joined_places(planned.secret_places for planned in jobs)
-            for planned in jobs:
-                secrets_archive(planned.spec.secrets, "", places)  # they must be set
-            self._check_fit()
-            shared = self._shared()
-            uploads = {archive.uri: archive for archive in shared}
-            dispatched, intents = [], []
-            by_name = {planned.job: planned for planned in jobs}
-            upstreams = {planned.job: planned.after for planned in jobs}
-            for job in TopologicalSorter(upstreams).static_order():
-                planned = by_name[job]
-                nonce = secrets.token_hex(8)
-                code = {role: self._packed(own) for role, own in planned.packagers.items()}
-                uploads.update({archive.uri: archive for archive in code.values()})
-                uris = {role: archive.uri for role, archive in code.items()}
-                body = planned.body(uris, [archive.uri for archive in shared], nonce)
-                outside = [outside_spec(it, self._api, self._session) for it in planned.outside]
-                dispatched.append(planned.dispatched(body, outside, name))
-                intents.append(self._intent(planned, nonce, name))
-            limits = [plan.max_in_flight for plan in jobs if plan.max_in_flight is not None]
-            spec = DispatchSpec(
-                id=name,
-                nonce=secrets.token_hex(8),
-                jobs=tuple(dispatched),
-                session=self._session,
-                dashboards=(self._api.dashboard.url,),
-                max_in_flight=min(limits, default=None),
-            )
-            pythons = dict.fromkeys([self.cluster.python, *(plan.spec.python for plan in jobs)])
-            dispatch = Dispatch.of(self.exp_dir, name)
-            dispatch.save(spec, uploads, [python for python in pythons if python], places)
-            self.before_post()
-            store_of(self.exp_dir).ledger.write_all(intents)
-            start_dispatcher(dispatch, self._api, self.cluster.record())
+        places = joined_places(planned.secret_places for planned in jobs)
+        for planned in jobs:
+            secrets_archive(planned.spec.secrets, "", places)  # they must be set
+        self._check_fit()
+        shared = self._shared()
+        uploads = {archive.uri: archive for archive in shared}
+        dispatched, intents = [], []
+        by_name = {planned.job: planned for planned in jobs}
+        upstreams = {planned.job: planned.after for planned in jobs}
+        for job in TopologicalSorter(upstreams).static_order():
+            planned, nonce = by_name[job], secrets.token_hex(8)
+            code = self._code_of(planned)
+            uploads.update({archive.uri: archive for archive in code.values()})
+            uris = {role: archive.uri for role, archive in code.items()}
+            body = planned.body(uris, [archive.uri for archive in shared], nonce)
+            outside = [outside_spec(it, self._api, self._session) for it in planned.outside]
+            dispatched.append(planned.dispatched(body, outside, name))
+            intents.append(self._intent(planned, nonce, name))
+        limits = [plan.max_in_flight for plan in jobs if plan.max_in_flight is not None]
+        spec = DispatchSpec(
+            id=name,
+            nonce=secrets.token_hex(8),
+            jobs=tuple(dispatched),
+            session=self._session,
+            dashboards=(self._api.dashboard.url,),
+            max_in_flight=min(limits, default=None),
+        )
+        pythons = dict.fromkeys([self.cluster.python, *(plan.spec.python for plan in jobs)])
+        dispatch = Dispatch.of(self.exp_dir, name)
+        dispatch.save(spec, uploads, [python for python in pythons if python], places)
+        self.before_post()
+        store_of(self.exp_dir).ledger.write_all(intents)
+        start_dispatcher(dispatch, self._api, self.cluster.record())
+
+    def _code_of(self, planned: JobPlan) -> dict[str, Archive]:
+        """The code of each role."""
+        return {role: self._packed(packager) for role, packager in planned.packagers.items()}
 
     def _intent(self, planned: JobPlan, nonce: str, dispatcher: str = "") -> Event:
         executor = self.executors[planned.job]

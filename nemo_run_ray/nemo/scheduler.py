@@ -6,7 +6,6 @@ import json
 import shlex
 import signal
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -39,15 +38,14 @@ from nemo_run_ray.errors import (
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment.archives import described
 from nemo_run_ray.experiment.dispatch import Snapshot, dispatches_of, resume, tend, tend_until
-from nemo_run_ray.experiment.find import find_job, jobs_of, remember
-from nemo_run_ray.experiment.job import RemoteJob, not_ready, record
+from nemo_run_ray.experiment.job import RemoteJob, find_job, jobs_of, record
 from nemo_run_ray.experiment.logs import lines, only
 from nemo_run_ray.experiment.store import INTENT, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.plan.job import JobPlan, describe, plan
-from nemo_run_ray.remote.status import JobState, JobStatus, Phase, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 
 class Interrupt:
@@ -58,7 +56,6 @@ class Interrupt:
     """
 
     #: Told by the main thread: those that wait may end with the program before they tell anything.
-    _nothing: ClassVar[str] = "Interrupted. Nothing of {name} was handed over."
     _help: ClassVar[str] = (
         "Interrupted. Jobs that were handed over go on:\n"
         "  look at them  nemo-run-ray status {name}\n"
@@ -108,9 +105,8 @@ class Interrupt:
     def _note(self, number: int, frame: Any) -> None:
         self._happened.set()
         interrupted.set()
-        text = self._help if self._has_sent else self._nothing
-        told = text.format(name=shlex.quote(self._experiment))
-        raise without_traceback(KeyboardInterrupt(told))
+        text = self._help if self._has_sent else "Interrupted. Nothing of {name} was handed over."
+        raise without_traceback(KeyboardInterrupt(text.format(name=shlex.quote(self._experiment))))
 
 
 #: The process's handler: there is one Ctrl-C.
@@ -146,8 +142,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._batches: dict[str, Batch] = {}
         self._jobs: dict[str, RemoteJob] = {}
         self._announced: set[str] = set()
-        #: When the services of a group are looked at next.
-        self._look_at: dict[str, float] = {}
         #: Set when this process does not wait for the jobs any more.
         self._tending: threading.Event | None = None
         self._order: tuple[int, dict[str, tuple[int, dict[str, None]]]] = -1, {}
@@ -256,7 +250,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 for name, job_plan in batch.plans.items()
             }
             registry.save_handles(self._experiment, ids)
-            remember(registry.experiment_dir(self._experiment), self._experiment._id)
             self._announced.add(self._experiment._id)
 
     # ------------------------------------------------------------------ questions
@@ -273,7 +266,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if store_of(job.record.exp_dir).waiters:
             record([(job, status)], snapshot)
         _report(job, status)
-        self._report_services(job, status)
         interrupt.end_wait(app_id, status)
         state = torchx_state(status)
         name = job.name
@@ -285,21 +277,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             roles=[Role(name=name, image="", num_replicas=1)],
             roles_statuses=[RoleStatus(role=name, replicas=[replica])],
         )
-
-    def _report_services(self, job: RemoteJob, status: JobStatus) -> None:
-        """Say once which services of a group are not ready: its log may not be followed."""
-        if not job.record.has_roles or status.state is not JobState.RUNNING:
-            return
-        now = time.monotonic()
-        if now < self._look_at.setdefault(job.id, now + _SERVICES_S):
-            return
-        self._look_at[job.id] = now + _SERVICES_S
-        group = job.roles(status)
-        waiting = not_ready(group) if group else []
-        if waiting:
-            CONSOLE.log(as_markup(f"{job.id} waits for its services: {'; '.join(waiting)}."))
-        if waiting or (group and group["phase"] == Phase.PRIMARIES.value):
-            self._look_at[job.id] = float("inf")
 
     def log_iter(
         self,
@@ -323,14 +300,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         return filter_regex(regex, found) if regex else found
 
     def list(self) -> list[ListAppResponse]:
-        """The jobs of this experiment; torchx gives no other scope."""
-        if self._experiment is None:
-            return []
-        records = store_of(registry.experiment_dir(self._experiment)).ledger.jobs()
-        return [
-            ListAppResponse(app_id=app_id, state=torchx_state(self._job(app_id).status))
-            for app_id in records
-        ]
+        """None: torchx calls it for its own command line, which knows no experiment."""
+        return []
 
     # ------------------------------------------------------------------ endings
 
@@ -351,11 +322,18 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
-            job = find_job(app_id)
+            job = self._own_job(app_id) or find_job(app_id)
             if job.record.last == INTENT:
                 return job  # its submission goes on, perhaps in another process: look again
             self._jobs[app_id] = job
         return self._jobs[app_id]
+
+    def _own_job(self, app_id: str) -> RemoteJob | None:
+        """A job of this experiment, whose folder may be outside of NeMo-Run's home."""
+        if self._experiment is None:
+            return None
+        record = store_of(registry.experiment_dir(self._experiment)).ledger.job(app_id)
+        return RemoteJob(record) if record else None
 
     def _validate(self, app: AppDef, scheduler: str) -> None:
         """Check nothing: resources are fields of the executor, not torchx's, and checked there."""
@@ -377,8 +355,6 @@ def _check_id(planned: JobPlan, batch: Batch) -> None:
         )
 
 
-#: Seconds between two looks at the services of a group, until they are ready or the user knows why.
-_SERVICES_S = 10.0
 #: Reasons of waits for minutes; only the first one of an experiment is reported.
 _WAITS = {Reason.BUILDING, Reason.ROOM}
 
@@ -405,12 +381,12 @@ def _readable(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
     try:
         yield from log
     except NemoRunRayError as error:
-        gone = job.id, JobState.LOST, Reason.CLUSTER_GONE
+        said = job.id, JobState.LOST, Reason.CLUSTER_GONE
         reported = store_of(job.record.exp_dir).reported
-        if gone not in reported:
+        if said not in reported:
             CONSOLE.log(as_markup(str(error)))
-        if isinstance(error, JobError) and job.status.state is JobState.LOST:
-            reported.add(gone)  # the error says it
+        if job.status.state is JobState.LOST:
+            reported.add(said)
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:

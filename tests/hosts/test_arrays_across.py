@@ -13,8 +13,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, find_job
 from tests.arrays import check, ended, scripts
 from tests.conftest import wait_for
 from tests.hosts.conftest import Hosts, bed

@@ -19,7 +19,7 @@ import pytest
 from nemo_run_ray import ExistingCluster
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.experiment.dispatch import Dispatch, dispatches_of, start_dispatcher, tend
-from nemo_run_ray.experiment.find import jobs_of
+from nemo_run_ray.experiment.job import jobs_of
 from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.remote.status import JobState, Reason, is_pending
 from tests.conftest import wait_for

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_run_ray.experiment.find import find
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, find
 from nemo_run_ray.remote.status import JobState, Reason
 from tests.conftest import wait_for
 from tests.hosts.conftest import Hosts

@@ -36,8 +36,7 @@ from flaky_proxy import (
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.experiment.find import jobs_of
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, jobs_of
 from nemo_run_ray.experiment.store import Ledger
 
 NETWORK = ("drop answer", "cut before", "errors while waiting", "hang while waiting", "cut logs")

@@ -8,8 +8,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import LocalCluster, RayExecutor, work
-from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, find_job
 from nemo_run_ray.plan.array import Array
 from tests.embedded import api, dashboard, existing, local_cluster, token
 

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from nemo_run_ray import ExistingCluster, RayExecutor, array
-from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, find_job
 from nemo_run_ray.remote.array.elements import ENDED, Record, read_records
 from nemo_run_ray.remote.node.supervise import is_watchdog
 from nemo_run_ray.remote.status import JOURNAL_FILE, file_of

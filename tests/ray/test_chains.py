@@ -17,7 +17,7 @@ import pytest
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.errors import NemoRunRayError, SubmissionError
 from nemo_run_ray.experiment.dispatch import start_dispatcher
-from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import find_job
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.status import JobExit, JobState, Reason
 from tests.chains import Started, Yard, step

@@ -12,7 +12,7 @@ import pytest
 from nemo_run.core.execution.base import ExecutorMacros
 
 from nemo_run_ray import CommandProbe, PortProbe, RayExecutor
-from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import find_job
 from tests.conftest import processes_of, python, tool, wait_for
 from tests.groups import client, finish, server, submit
 

@@ -6,8 +6,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, find_job
 from tests.conftest import wait_for
 
 WIDE = 6 * 1024**2  # beyond the 4 MiB that Ray's own WebSocket takes

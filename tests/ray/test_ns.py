@@ -7,7 +7,7 @@ import sys
 import nemo_run as run
 import pytest
 
-from nemo_run_ray.experiment.find import find, find_job
+from nemo_run_ray.experiment.job import find, find_job
 from nemo_run_ray.remote.status import JobState
 from tests import skills
 from tests.conftest import tool, wait_for

@@ -14,7 +14,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import find_job
 from nemo_run_ray.remote.status import JobState, Reason
 from tests.conftest import BIN, CONDA, tool
 from tests.groups import client, finish

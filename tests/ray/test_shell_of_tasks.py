@@ -6,7 +6,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment.find import jobs_of
+from nemo_run_ray.experiment.job import jobs_of
 from nemo_run_ray.nemo import registry
 from tests.groups import client, finish, submit
 

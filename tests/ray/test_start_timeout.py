@@ -4,7 +4,7 @@ import pytest
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.experiment.find import find_job
+from nemo_run_ray.experiment.job import find_job
 from tests.conftest import wait_for
 from tests.hosts.steps import Step, complaints, hand_over, starts
 

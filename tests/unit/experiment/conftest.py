@@ -14,8 +14,8 @@ import pytest
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.experiment.dispatch import Dispatch, Snapshot, claim, dispatches_of
-from nemo_run_ray.experiment.find import find_experiment, jobs_of
-from nemo_run_ray.experiment.job import RemoteJob, record
+from nemo_run_ray.experiment.job import RemoteJob, jobs_of, record
+from nemo_run_ray.experiment.store import find_experiment
 from nemo_run_ray.remote.array.cancel_request import request_id
 from nemo_run_ray.remote.spec import status_file_name
 from nemo_run_ray.remote.status import file_of

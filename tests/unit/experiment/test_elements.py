@@ -17,14 +17,13 @@ from nemo_run_ray import RayExecutor, array
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 from nemo_run_ray.experiment import job as array_elements
 from nemo_run_ray.experiment.dispatch import dispatches_of
-from nemo_run_ray.experiment.find import find_job
-from nemo_run_ray.experiment.job import RemoteJob
+from nemo_run_ray.experiment.job import RemoteJob, find_job
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from nemo_run_ray.remote.status import file_of
 from tests.array_tasks import train
 from tests.conftest import wait_for
-from tests.fake_ray import FAILS, GOES_ON, SUCCEEDS
+from tests.fake_ray import GOES_ON, SUCCEEDS
 from tests.unit.experiment.conftest import ArrayDriver, Handed
 
 pytestmark = pytest.mark.usefixtures("fresh_tables")
@@ -221,12 +220,3 @@ def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
     ray.files.clear()
     assert job.results() == {0: {"loss": 1.5}, 2: None}
     assert [one.index for one in job.select_elements("failed")] == [3]
-
-
-def test_an_array_that_has_failed_names_its_first_failures(ray, job, driver):
-    driver.shows(succeeded=6, failed=2, failures=[[3, 9, ""], [5, 1, "killed"]], running=0)
-    log = "last available logs (truncated to 20,000 chars):\n7| words of one that succeeded\n"
-    ray.rows[job.id].update({**FAILS, "driver_exit_code": 8, "message": f"exit code 8, {log}"})
-    failures = "exit code 8; its first failures:\n  element 3: exit code 9\n  element 5: killed"
-    for _ in range(2):  # from the cluster, and as it was noted
-        assert job.status.message.startswith(f"{failures}\nIts whole log: ")

@@ -7,7 +7,7 @@ import pytest
 
 import nemo_run_ray
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.experiment.find import find_experiment
+from nemo_run_ray.experiment.store import find_experiment
 from nemo_run_ray.nemo import registry
 from tests.unit.experiment.conftest import Handed
 
@@ -49,7 +49,7 @@ def test_a_folder_that_was_copied_to_another_home_is_found_there(
     handed = Handed(ray, unique, "one")
     copy = tmp_path / "experiments" / unique / handed.id
     shutil.copytree(handed.exp_dir, copy)
-    monkeypatch.setattr("nemo_run_ray.experiment.find.get_nemorun_home", lambda: str(tmp_path))
+    monkeypatch.setattr("nemo_run_ray.experiment.store.get_nemorun_home", lambda: str(tmp_path))
     assert find_experiment(unique) == copy
 
 

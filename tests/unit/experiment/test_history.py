@@ -1,17 +1,14 @@
 """What is written down of jobs: attempts, ends and logs."""
 
-import dataclasses
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.dashboard import jobs
@@ -19,15 +16,11 @@ from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import job as history
 from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.store import (
-    AttemptRecord,
     Kept,
-    has_news,
-    known,
-    merged,
 )
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.spec import NONCE_KEY
-from nemo_run_ray.remote.status import CLAIM_KEY, JobState, JobStatus, Reason, attempt_id
+from nemo_run_ray.remote.status import CLAIM_KEY, JobState, attempt_id
 from tests.fake_ray import FAILS, NODE, FakeRay, Trouble, fake_ray
 from tests.unit.experiment.conftest import Handed
 
@@ -154,14 +147,6 @@ def test_a_log_that_the_cluster_does_not_have_is_given_up(ray, unique):
     assert kept(handed) == {}
 
 
-def test_a_group_keeps_what_its_largest_role_asks_for():
-    def merged_sizes(*sizes: int | None) -> int | None:
-        roles = [RayExecutor(role=f"r{n}", keep_logs_max_bytes=s) for n, s in enumerate(sizes)]
-        return RayExecutor.merge(roles, len(roles)).keep_logs_max_bytes
-
-    assert [merged_sizes(0, 5, 3), merged_sizes(0, None), merged_sizes(0, 0)] == [5, None, 0]
-
-
 # ---------------------------------------------------------------------- the file
 
 
@@ -278,35 +263,6 @@ def test_the_attempts_of_a_job_in_the_table(ray, unique):
     assert (second.submission_id, second.state) == (f"{job.id}@2", "RUNNING")
 
 
-def test_no_attempt_goes_on_of_a_job_that_is_over():
-    """Ray has the row of one that was given up as pending, until it would start it."""
-    given_up = JobStatus(JobState.FAILED, Reason.NOT_PLACED, "not placed in time")
-    record = SimpleNamespace(attempts={}, terminal=given_up)
-    pending = {"e.a": AttemptRecord("e.a", "PENDING", posted_at=1.0)}
-    (seen,) = known(record, pending, 20.0).values()
-    assert (seen.state, seen.detail) == ("FAILED", "not placed in time")
-    assert seen.ended_at == 20.0
-    record.attempts = {"e.a": seen}
-    (later,) = known(record, pending, 99.0).values()
-    assert later.ended_at == 20.0
-    record.terminal = None
-    assert known(record, pending, 99.0)["e.a"].state == "PENDING"
-
-
-def test_how_long_it_was_seen_running_is_written_down_as_it_grows():
-    """A look each second for three days writes some dozens of times, and not 260,000."""
-    kept, written = {}, 0
-    for second in range(3 * 86_400):
-        found = {"e.a": AttemptRecord("e.a", "RUNNING", posted_at=0.0, seen_at=float(second))}
-        if has_news(kept, found):
-            kept, written = found, written + 1
-    assert 20 < written < 60
-    assert kept["e.a"].seen_at > 3 * 86_400 * 0.75
-    ended = {"e.a": dataclasses.replace(kept["e.a"], state="SUCCEEDED", seen_at=None)}
-    assert has_news(kept, ended)
-    assert not has_news(ended, ended)
-
-
 def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique):
     handed = Handed(ray, unique, "watched", "late")
     for name, row in ray.rows.items():
@@ -319,13 +275,6 @@ def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique):
     attempts = {name: job.record.attempts[job.id] for name, job in handed.jobs.items()}
     assert before <= attempts["watched"].running_at <= time.time()
     assert attempts["late"].running_at is None, "it ran when it was first seen"
-
-
-def test_a_begin_that_was_seen_after_the_end_is_not_believed():
-    kept = AttemptRecord("e.a", "RUNNING", running_at=5.2)
-    for ended, running_at in ((None, 5.2), (6.0, 5.2), (5.1, None)):
-        found = AttemptRecord("e.a", "FAILED", ended_at=ended)
-        assert merged({"e.a": kept}, {"e.a": found})["e.a"].running_at == running_at
 
 
 def test_a_start_that_nobody_saw_is_read_from_the_end_record(ray, unique):

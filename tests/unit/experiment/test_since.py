@@ -12,8 +12,6 @@ from nemo_run_ray.cli.status_report import since
         ("RUNNING", {"running_at": 40.0}, "1m ago"),
         ("SUCCEEDED", {"running_at": 40.0, "ended_at": 70.0}, "30s ago"),
         ("FAILED", {}, ""),
-        ("LOST", {"running_at": 40.0, "seen_at": 60.0}, "40s ago"),
-        ("LOST", {"running_at": 40.0}, "1m ago"),
     ],
 )
 def test_since(state, moments, expected):

@@ -19,8 +19,7 @@ from nemo_run_ray.errors import (
     SubmissionError,
 )
 from nemo_run_ray.experiment import dispatch as submitting
-from nemo_run_ray.experiment.find import find_experiment
-from nemo_run_ray.experiment.store import store_of
+from nemo_run_ray.experiment.store import find_experiment, store_of
 from nemo_run_ray.remote.status import JobState, Reason
 from tests.fake_ray import FakeRay, Trouble, of_the_agent
 from tests.unit.experiment.conftest import Handed

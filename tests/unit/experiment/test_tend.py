@@ -21,7 +21,7 @@ def test_a_dead_dispatcher_is_started_again_and_goes_on(ray, stopped, caplog):
     tend(stopped.exp_dir)
     again = f"{stopped.dispatch.id}@2"
     assert ray.rows[again]["status"] == "PENDING"
-    assert f"is started again as {again}" in caplog.text
+    assert f"started again as {again}" in caplog.text
     assert ray.dispatch(stopped.dispatch.spec, rounds=20) == 0
     assert stopped.states() == {"first": "SUCCEEDED", "second": "SUCCEEDED"}
 

@@ -70,19 +70,6 @@ def test_what_no_node_can_take_stays_pending_with_a_next_step(waiting, ray):
     assert "Ask for resources and labels" in status.message
 
 
-def test_a_worker_that_does_not_come_up_is_told_of(ray, unique):
-    """Ray tries for six minutes to start it, and tells nothing of that."""
-    handed = Handed(ray, unique, "job", runtime_env={"py_executable": "/nope/python"})
-    row = ray.rows[f"{handed.id}.job"]
-    row["status"] = "PENDING"
-    assert status_of(handed).reason is Reason.NONE
-    row["start_time"] -= 60_000
-    status = status_of(handed)
-    assert (status.state, status.reason) == (JobState.PENDING, Reason.REBUILDING)
-    assert "No worker has come up for it with py_executable='/nope/python'" in status.message
-    assert "correct `runtime_env`" in status.message
-
-
 def test_one_answer_serves_many_jobs(waiting, ray):
     for _ in range(5):
         status_of(waiting)

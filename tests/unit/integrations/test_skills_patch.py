@@ -12,7 +12,7 @@ import pytest
 
 from nemo_run_ray import FolderPackager, RayExecutor, patches
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
-from nemo_run_ray.experiment.find import find
+from nemo_run_ray.experiment.job import find
 from nemo_run_ray.plan.roles import group_spec
 from tests import skills
 

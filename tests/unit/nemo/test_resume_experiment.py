@@ -6,7 +6,8 @@ import pytest
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.experiment.dispatch import dispatches_of
-from nemo_run_ray.experiment.find import find, find_experiment, jobs_of
+from nemo_run_ray.experiment.job import find, jobs_of
+from nemo_run_ray.experiment.store import find_experiment
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.scheduler import resume_experiment
 from tests.fake_ray import SUCCEEDS, FakeRay, Trouble

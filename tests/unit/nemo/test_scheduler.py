@@ -7,7 +7,6 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError, NemoRunRayError
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.nemo import scheduler
-from nemo_run_ray.nemo.scheduler import create_scheduler
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 
@@ -118,21 +117,6 @@ def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(
     ]
     roles = [one.split()[1] for one in lines if one.startswith("role ")]
     assert roles == ["a,", "group-1,", "group-2,"]
-
-
-def test_a_waiting_program_says_once_what_a_service_answers(unique, monkeypatch, capsys):
-    record = SimpleNamespace(has_roles=True)
-    words = "not ready for 30 s: GET http://n:80/health is answered with 301, not 200"
-    row = {"role": "server", "replica": 0, "waits_for": words}
-    groups = [{"phase": "placing", "roles": []}, {"phase": "starting services", "roles": [row]}]
-    job = SimpleNamespace(id=unique, record=record, roles=lambda status: groups.pop(0))
-    monkeypatch.setattr(scheduler, "_SERVICES_S", 0.0)
-    made = create_scheduler("s")
-    for _ in range(4):
-        made._report_services(job, JobStatus(JobState.RUNNING))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.count("waits for its services: server/0 is") == 1
-    assert "answered with 301, not 200." in shown
 
 
 def test_a_waiting_program_says_once_what_its_experiments_jobs_wait_for(unique, tmp_path, capsys):
