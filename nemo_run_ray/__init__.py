@@ -16,7 +16,7 @@ from nemo_run_ray.nemo import register as _register
 
 if TYPE_CHECKING:
     from nemo_run_ray.clusters import LocalCluster, Sidecar, SlurmCluster
-    from nemo_run_ray.experiment.job import find
+    from nemo_run_ray.experiment.job import RemoteJob
     from nemo_run_ray.plan.array import array
     from nemo_run_ray.plan.folder_packager import FolderPackager
 
@@ -42,8 +42,28 @@ _HOMES = {
     "Sidecar": "nemo_run_ray.clusters",
     "SlurmCluster": "nemo_run_ray.clusters",
     "array": "nemo_run_ray.plan.array",
-    "find": "nemo_run_ray.experiment.job",
 }
+
+
+def find(name: str) -> list[RemoteJob]:
+    """The jobs of an experiment, or one job.
+
+    A job has an ``id``, a ``name``, a ``status`` (state, reason, detail, node …), ``attempts``,
+    ``log(follow=False)``, ``wait(timeout_s)`` and ``cancel()``. Looking changes nothing.
+
+    Args:
+        name: an experiment's id, or its title (then its newest one); a handle of NeMo-Run's; or a
+            job's id on the cluster.
+
+    Returns:
+        The jobs in the order in which they were added; one of a handle or a job's id.
+
+    Raises:
+        JobError: no such job was submitted from this NeMo-Run home.
+    """
+    from nemo_run_ray.experiment import job
+
+    return job.find(name)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,6 @@ to it: the frames of NeMo-Run, and the causes in httpx and other libraries, tell
 """
 
 import errno
-import itertools
 import os
 import re
 import sys
@@ -48,7 +47,6 @@ from pathlib import Path
 from types import TracebackType
 
 import nemo_run
-from nemo_run.config import get_nemorun_home
 from rich.markup import escape
 
 #: Environment variable that brings the tracebacks back, for a report of a fault of this package.
@@ -90,20 +88,16 @@ class NemoRunRayError(Exception):
         return paragraph(self, self.__traceback__).splitlines()
 
 
-class ConfigError(NemoRunRayError, ValueError):
-    """A value that the user gave is wrong."""
+class ConfigError(NemoRunRayError, ValueError): ...
 
 
-class NoClusterFile(ConfigError):
-    """No folder has a cluster file of that name."""
+class NoClusterFile(ConfigError): ...
 
 
-class ClusterError(NemoRunRayError):
-    """The cluster cannot serve the request."""
+class ClusterError(NemoRunRayError): ...
 
 
-class Unreachable(ClusterError):
-    """No answer from the address, or an answer that is not Ray's."""
+class Unreachable(ClusterError): ...
 
 
 class Unanswered(Unreachable):
@@ -118,32 +112,25 @@ class Unanswered(Unreachable):
         self.after_s = after_s
 
 
-class StreamCut(ClusterError):
-    """A log stream ended without the server's close."""
+class StreamCut(ClusterError): ...
 
 
-class Unauthorised(ClusterError):
-    """The dashboard, or a proxy before it, wants other credentials."""
+class Unauthorised(ClusterError): ...
 
 
-class TooOld(ClusterError):
-    """The cluster's Ray lacks a feature that was asked for."""
+class TooOld(ClusterError): ...
 
 
-class DoesNotFit(ClusterError):
-    """A look at the cluster found what would keep the jobs from running; nothing was sent."""
+class DoesNotFit(ClusterError): ...
 
 
-class VersionMismatch(ClusterError):
-    """The cluster has another Ray or Python than this program, and Ray wants the same."""
+class VersionMismatch(ClusterError): ...
 
 
-class WorkError(NemoRunRayError):
-    """A call that was spread over a Ray has given no result."""
+class WorkError(NemoRunRayError): ...
 
 
-class CannotBeSent(WorkError, TypeError):
-    """A function, or an item for it, cannot be pickled; the message says what it holds."""
+class CannotBeSent(WorkError, TypeError): ...
 
 
 class ItemFailed(WorkError):
@@ -164,67 +151,50 @@ class ItemFailed(WorkError):
         return type(self), (self.index, self.cause, self._name)
 
 
-class TimedOut(WorkError, TimeoutError):
-    """A call took longer than it may; its worker was ended."""
+class TimedOut(WorkError, TimeoutError): ...
 
 
-class WorkerDied(WorkError):
-    """The process that ran a call has died, or there can be none."""
+class WorkerDied(WorkError): ...
 
 
-class PoolClosed(WorkError, RuntimeError):
-    """A pool takes no more work: it was closed, or belongs to another process."""
+class PoolClosed(WorkError, RuntimeError): ...
 
 
-class SubmissionError(NemoRunRayError):
-    """A job could not be handed over to the cluster."""
+class SubmissionError(NemoRunRayError): ...
 
 
-class JobRefused(SubmissionError):
-    """Ray refuses the request for a job, and will do so again; nothing was started."""
+class JobRefused(SubmissionError): ...
 
 
-class ArchiveTooLarge(SubmissionError):
-    """An archive exceeds the limit of Ray's Jobs API; nothing was sent."""
+class ArchiveTooLarge(SubmissionError): ...
 
 
-class PackagingFailed(SubmissionError, RuntimeError):
-    """The packager raised, or left no archive behind.
-
-    NeMo-Run's own packagers raise a RuntimeError, for which NeMo-Skills has advice.
-    """
+#: NeMo-Run's own packagers raise a RuntimeError, for which NeMo-Skills has advice.
+class PackagingFailed(SubmissionError, RuntimeError): ...
 
 
-class Conflict(SubmissionError):
-    """The submission id is taken by a job that this experiment did not submit."""
+class Conflict(SubmissionError): ...
 
 
-class Taken(SubmissionError):
-    """Ray has a job of this submission id already; it may be the same one."""
+class Taken(SubmissionError): ...
 
 
-class JobError(NemoRunRayError):
-    """A job is unknown, or it did not end as asked."""
+class JobError(NemoRunRayError): ...
 
 
-class StillRunning(JobError, TimeoutError):
-    """A job has not ended in the time that was given to a wait for it."""
+class StillRunning(JobError, TimeoutError): ...
 
 
-class PatchError(NemoRunRayError):
-    """A patch of NeMo-Run is unknown or cannot be applied."""
+class PatchError(NemoRunRayError): ...
 
 
-class UnsupportedNemoRun(PatchError):
-    """The installed NeMo-Run or NeMo-Skills has another structure than the patch knows."""
+class UnsupportedNemoRun(PatchError): ...
 
 
-class TransportError(NemoRunRayError):
-    """Source code cannot be sent to a pod; nothing was sent."""
+class TransportError(NemoRunRayError): ...
 
 
-class SourceTooLarge(TransportError):
-    """The source code exceeds a limit of the platform; nothing was sent."""
+class SourceTooLarge(TransportError): ...
 
 
 # ---------------------------------------------------------------------- how errors are printed
@@ -243,8 +213,6 @@ def install() -> None:
             print(paragraph(error, frames), file=sys.stderr)
         elif getattr(error, "_is_explained", False) and not os.environ.get(VARIABLE):
             print(shown(str(error)), file=sys.stderr)
-        elif isinstance(error, OSError) and _is_of_a_full_disk(error):
-            print(shown(_full(error, frames)), file=sys.stderr)
         else:
             before(kind, error, frames)
 
@@ -286,28 +254,8 @@ def paragraph(error: NemoRunRayError, frames: TracebackType | None) -> str:
     return f"{text}\n({place}; {hint})" if place else f"{text}\n({hint})"
 
 
-def _is_of_a_full_disk(error: OSError) -> bool:
-    """Whether NeMo-Run or this package had no room for a file, and no traceback is asked for."""
-    if error.errno not in NO_SPACE or os.environ.get(VARIABLE):
-        return False
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    below = list(itertools.dropwhile(lambda file: not _is_in(file, _LIBRARIES), files))
-    # The user's own function may run below NeMo-Run, and meet the full disk itself.
-    installed = (*_LIBRARIES, *_PYTHONS)
-    return bool(below) and all(file[:1] == "<" or _is_in(file, installed) for file in below)
-
-
 def _is_in(file: str, folders: Iterable[Path]) -> bool:
     return any(Path(file).is_relative_to(folder) for folder in folders)
-
-
-def _full(error: OSError, frames: TracebackType | None) -> str:
-    file = error.filename or f"A file in {get_nemorun_home()}"
-    return (
-        f"{file} cannot be written: {error.strerror}. Jobs that were handed over before continue: "
-        "`nemo-run-ray status` shows them. Make room, or name another home by NEMORUN_HOME.\n"
-        f"({_place(frames)}; {VARIABLE}=1 shows the traceback)"
-    )
 
 
 def _elsewhere(error: BaseException) -> str:

@@ -3,9 +3,9 @@
 # No postponed annotations, and none with "|": the command line of NeMo-Run 0.11 parses values by
 # the types themselves, and knows Optional and Union only.
 
-import ast
 import copy
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ FILE_VARIABLES = ("NEMO_RUN_RAY_CLUSTER", "NEMO_SKILLS_CONFIG")
 #: The name under which NeMo-Run runs a program's ``__main__`` again (``maybe_load_external_main``).
 _AGAIN = "__external_main__"
 _GUARD = 'Put what starts the run below `if __name__ == "__main__":`.'
+_COMPARES_ITS_NAME = re.compile(r"__name__\s*[!=]=|[!=]=\s*__name__")
 #: Called with every new subclass of ``RayExecutor``, so that NeMo-Run's registries know it too.
 ON_SUBCLASS: list[Callable[[type], None]] = []
 
@@ -188,11 +189,7 @@ class RayExecutor(Executor):
         return copied
 
     def refuse_credentials(self) -> None:
-        """Refuse variables that hold a credential in clear.
-
-        Raises:
-            ConfigError: one looks like a credential.
-        """
+        """Refuse variables that hold a credential in clear."""
         for what, variables in variables_of(self).items():
             refuse_credentials(what, variables)
 
@@ -230,11 +227,7 @@ class RayExecutor(Executor):
             )
 
     def resolve_cluster(self) -> Cluster:
-        """The cluster that the fields name.
-
-        Raises:
-            ConfigError: the cluster file that they name is wrong, or is not there.
-        """
+        """The cluster that the fields name."""
         found = self.resolved()
         if found.address is not None:
             return ExistingCluster(url=found.address)
@@ -276,11 +269,51 @@ class RayExecutor(Executor):
             return executors[0]
         if len(executors) == 1:
             executors = [copy.deepcopy(executors[0]) for _ in range(num_tasks)]
-        _check_roles(cls, executors)
-        return _of_a_group(cls, executors)
+        for number, executor in enumerate(executors):
+            if not isinstance(executor, cls) or executor.resource_group:
+                raise ConfigError(
+                    f"The executor of the role {number} of a group is {executor!r}; allowed is a "
+                    "RayExecutor that is not that of another group."
+                )
+            executor.check(executor.role or str(number))
+        cluster_of_roles(executors)
+        first, roles = executors[0], [executor.resolved() for executor in executors]
+        limits = [role.max_in_flight for role in roles if role.max_in_flight is not None]
+        sizes = [role.keep_logs_max_bytes for role in roles]
+        merged = cls(
+            # Names stay names: they are resolved when the group is launched.
+            cluster=first.cluster,
+            address=first.address,
+            preflight=any(role.preflight for role in roles),
+            grace_s=max(role.grace_s for role in roles),
+            retries=max((role.retries for role in roles if not role.service), default=0),
+            permanent_exit_codes=sorted({c for role in roles for c in role.permanent_exit_codes}),
+            max_in_flight=min(limits, default=None),
+            time_s=max((role.time_s for role in roles if role.time_s is not None), default=None),
+            keep_logs_max_bytes=None if None in sizes else max(filter(None, sizes), default=0),
+            dependencies=list(dict.fromkeys(one for role in roles for one in role.dependencies)),
+            experiment_id=first.experiment_id,
+            job_dir=first.job_dir,
+            resource_group=list(executors),
+        )
+        merged.experiment_dir = first.experiment_dir
+        return merged
 
     def assign(self, exp_id: str, exp_dir: str, task_id: str, task_dir: str) -> None:
-        _check_launch(exp_id, exp_dir)
+        if os.path.exists(os.path.join(exp_dir, LEDGER)):
+            raise ConfigError(
+                f"The experiment {exp_id} has run already: {exp_dir} holds its ledger {LEDGER}. "
+                f"Choose another id, or look at the old run with `nemo-run-ray status {exp_id}`."
+            )
+        # NeMo-Run runs a program again to find the functions of its ``__main__``. On a node it
+        # would launch itself, and wait for its own end; a look at an experiment would launch it.
+        frame = _top_level(_AGAIN)
+        if frame is not None:
+            raise ConfigError(
+                f"{frame.f_code.co_filename}, line {frame.f_lineno}, launches what was launched "
+                "already: NeMo-Run runs this program again to find the functions of its __main__. "
+                f"{_GUARD}"
+            )
         for what, name in (("experiment", exp_id), ("task", task_id)):
             if "/" in name:
                 raise ConfigError(
@@ -312,52 +345,8 @@ class RayExecutor(Executor):
         return [f"/nemo_run/configs/{name}" for name, _ in cfgs]
 
 
-def _of_a_group(kind: type[RayExecutor], executors: list[RayExecutor]) -> RayExecutor:
-    """The executor of a whole group, with what its roles have in common."""
-    first = executors[0]
-    roles = [executor.resolved() for executor in executors]
-    limits = [role.max_in_flight for role in roles if role.max_in_flight is not None]
-    kept = [role.keep_logs_max_bytes for role in roles]
-    limited = [size_bytes for size_bytes in kept if size_bytes is not None]
-    handles = [handle for role in roles for handle in role.dependencies]
-    merged = kind(
-        # Names stay names: they are resolved when the group is launched.
-        cluster=first.cluster,
-        address=first.address,
-        preflight=any(role.preflight for role in roles),
-        grace_s=max(role.grace_s for role in roles),
-        retries=max((role.retries for role in roles if not role.service), default=0),
-        permanent_exit_codes=sorted({code for role in roles for code in role.permanent_exit_codes}),
-        max_in_flight=min(limits, default=None),
-        time_s=max((role.time_s for role in roles if role.time_s is not None), default=None),
-        keep_logs_max_bytes=None if len(limited) < len(roles) else max(limited),
-        dependencies=list(dict.fromkeys(handles)),
-        experiment_id=first.experiment_id,
-        job_dir=first.job_dir,
-        resource_group=list(executors),
-    )
-    merged.experiment_dir = first.experiment_dir
-    return merged
-
-
-def _check_roles(kind: type[RayExecutor], executors: list[RayExecutor]) -> None:
-    """Check that these can be the executors of one group's roles."""
-    for number, executor in enumerate(executors):
-        if not isinstance(executor, kind) or executor.resource_group:
-            raise ConfigError(
-                f"The executor of the role {number} of a group is {executor!r}; allowed is a "
-                "RayExecutor that is not that of another group."
-            )
-        executor.check(executor.role or str(number))
-    cluster_of_roles(executors)
-
-
 def cluster_of_roles(executors: Sequence[RayExecutor]) -> Cluster:
-    """The cluster that all roles of a group have.
-
-    Raises:
-        ConfigError: they have different ones.
-    """
+    """The cluster that all roles of a group have."""
     first = executors[0]
     for number, executor in enumerate(executors):
         cluster, other = first.resolve_cluster(), executor.resolve_cluster()
@@ -371,60 +360,24 @@ def cluster_of_roles(executors: Sequence[RayExecutor]) -> Cluster:
     return first.resolve_cluster()
 
 
-def _check_launch(exp_id: str, exp_dir: str) -> None:
-    """Refuse what was launched already: the same experiment, or the same program.
-
-    NeMo-Run runs a program again to find the functions of its ``__main__``. On a node it would
-    launch itself, and wait for its own end; and a look at an experiment would launch it anew.
-
-    Args:
-        exp_id: of the experiment that a job is added to.
-        exp_dir: its folder.
-
-    Raises:
-        ConfigError: it has run, or the launch is by top-level code of a program that runs again.
-    """
-    if os.path.exists(os.path.join(exp_dir, LEDGER)):
-        raise ConfigError(
-            f"The experiment {exp_id} has run already: {exp_dir} holds its ledger {LEDGER}. Choose "
-            f"another id, or look at the old run with `nemo-run-ray status {exp_id}`."
-        )
-    frame = _top_level(_AGAIN)
-    if frame is not None:
-        raise ConfigError(
-            f"{frame.f_code.co_filename}, line {frame.f_lineno}, launches what was launched "
-            "already: NeMo-Run runs this program again to find the functions of its __main__. "
-            f"{_GUARD}"
-        )
-
-
 def check_guard() -> None:
-    """Refuse to launch a function of ``__main__`` from a line that runs again before it is found.
+    """Refuse to launch a function of ``__main__`` from a program that never asks for its name.
 
-    The node runs the whole program again, which would fail at that line. A program that compares
-    its ``__name__``, and a line below a condition or ``try``, are not refused.
-
-    Raises:
-        ConfigError: the launch is by top-level code of the program.
+    The node runs the whole program again to find the function, and would launch it again.
     """
     frame = _top_level("__main__")
     if frame is None:
         return
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    file = frame.f_code.co_filename
     try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return  # a notebook's cell, or standard input: no program that runs again
-    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
-    if any("'__name__'" in ast.dump(node) for node in compared):
-        return
-    for statement in tree.body:
-        is_there = statement.lineno <= line <= (statement.end_lineno or 0)
-        if is_there and not isinstance(statement, (ast.If, ast.Try, ast.Match)):
-            raise ConfigError(
-                f"{file}, line {line}, launches a function of its own program, and the node runs "
-                f"that program again to find the function. {_GUARD}"
-            )
+    if not _COMPARES_ITS_NAME.search(text):
+        raise ConfigError(
+            f"{file}, line {frame.f_lineno}, launches a function of its own program, and the node "
+            f"runs that program again to find the function. {_GUARD}"
+        )
 
 
 def _top_level(module: str) -> FrameType | None:

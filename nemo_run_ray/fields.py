@@ -229,11 +229,7 @@ def _are_resources(value: Any) -> bool:
 
 
 def parse_memory(value: int | str, field: str = "RayExecutor.memory_per_node") -> int:
-    """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number.
-
-    Raises:
-        ConfigError: no number, a negative one, one that Ray cannot count, or an unknown unit.
-    """
+    """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number."""
     size_bytes = -1
     # 64G is GiB for Slurm and Docker, and GB for Kubernetes.
     is_clear = isinstance(value, (int, str)) and not re.search(r"[kmgtp]\s*$", str(value), re.I)
@@ -455,11 +451,7 @@ _OF_EXECUTORS: dict[str, Check] = {
 
 
 def check_executor(executor: Any) -> None:
-    """Check the fields of a RayExecutor, except for the cluster.
-
-    Raises:
-        ConfigError: the first field that is wrong.
-    """
+    """Check the fields of a RayExecutor, except for the cluster."""
     for name, check in _OF_EXECUTORS.items():
         check(f"RayExecutor.{name}", getattr(executor, name))
     check_runtime_env(executor.runtime_env, executor.allow_unknown_runtime_env)
@@ -522,16 +514,7 @@ _OF_RUNTIME_ENV = (
 
 
 def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = False) -> None:
-    """Check the names of the fields, the values that are read here, and that Ray combines them.
-
-    Args:
-        runtime_env: as the user gave it.
-        allow_unknown: let fields pass that are not in Ray's documentation: those of a newer Ray and
-            of runtime environment plug-ins.
-
-    Raises:
-        ConfigError: the first field that is wrong.
-    """
+    """Check the names of the fields, the values that are read here, and that Ray combines them."""
     values = {name: value for name, value in runtime_env.items() if value is not None}
     for name, value in values.items():
         if name in _PACKAGED:
@@ -578,11 +561,7 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
 
 
 def resolve_runtime_env(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """The runtime environment without names of files of this machine: they are read here.
-
-    Raises:
-        ConfigError: a file of requirements, or of a conda environment, cannot be read.
-    """
+    """The runtime environment without names of files of this machine: they are read here."""
     resolved = {name: value for name, value in runtime_env.items() if value is not None}
     for name in ("pip", "uv"):
         value = resolved.get(name)

@@ -19,13 +19,7 @@ CONNECT_S = 20
 
 
 def connect(tunnel: Any) -> fabric.Connection:
-    """Connect a NeMo-Run SSH tunnel, which by itself accepts any host key.
-
-    Raises:
-        ClusterError: the host key is unknown, changed, revoked or cannot be checked, or the host
-            refuses the login.
-        Unanswered: the host does not answer now.
-    """
+    """Connect a NeMo-Run SSH tunnel, which by itself accepts any host key."""
     try:
         return _connected(tunnel)
     except paramiko.SSHException as error:

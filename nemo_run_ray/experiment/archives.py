@@ -90,11 +90,7 @@ class Archive:
         return f"gcs://{self.name}"
 
     def pack(self) -> bytes:
-        """The zip.
-
-        Raises:
-            ArchiveTooLarge: it exceeds what Ray takes.
-        """
+        """The zip."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for entry in self.entries:
@@ -110,17 +106,7 @@ class Archive:
 
 
 def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
-    """The user's code, as the packager delivers it.
-
-    Args:
-        packager: any but NeMo-Run's base packager.
-        folder: where the packager may write ``<name>.tar.gz``; one that is there is used.
-        name: names the packager among the experiment's.
-
-    Raises:
-        PackagingFailed: the packager raised or left no file, or a link leads out of what it packed.
-        ConfigError, TransportError: a FolderPackager cannot pack what it names.
-    """
+    """The user's code, as the packager delivers it."""
     kind = type(packager).__name__
     root = Path(tempfile.mkdtemp(prefix="nemo_run_ray_code_"))
     try:
@@ -166,10 +152,6 @@ def script_problem(task: JobSpec, code: Archive | None) -> str:
 
     NeMo-Run puts a script behind its interpreter. A startup command could make it, and only the
     node knows other folders than the task's own.
-
-    Args:
-        task: what runs.
-        code: what is sent for it.
     """
     interpreter, path = (*task.argv[:2], "", "")[:2]
     known = re.fullmatch(r"(.*/)?(bash|sh|python[\d.]*)", interpreter)
@@ -223,13 +205,7 @@ def package_archive() -> Archive:
 
 
 def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Path) -> Archive:
-    """The specs, configs and scripts of an experiment's jobs.
-
-    Args:
-        plans: the experiment's jobs on this cluster.
-        job_dirs: NeMo-Run's folder of each job, by the job's name.
-        main: NeMo-Run's copy of the user's ``__main__``; may be absent.
-    """
+    """The specs, configs and scripts of an experiment's jobs."""
     entries = [Entry(f"{JOBS}/__main__.py", main)] if main.exists() else []
     for planned in sorted(plans, key=lambda plan: plan.job):
         prefix = f"{JOBS}/{planned.spec_name}"
@@ -244,17 +220,7 @@ def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Pa
 def secrets_archive(
     names: Sequence[str], nonce: str, places: Mapping[str, Sequence[str]], key: str = ""
 ) -> Archive:
-    """The values of the secrets, from this process's environment or where a cluster file says.
-
-    Args:
-        names: variables to read.
-        nonce: makes the archive this submission's own, since its reader removes it.
-        places: where values come from instead of the variables of their names.
-        key: proves the end of the job.
-
-    Raises:
-        ConfigError: a variable is not set.
-    """
+    """The values of the secrets, from this process's environment or where a cluster file says."""
     values = {}
     if names:  # most jobs have none, and need no reader of cluster files
         from nemo_run_ray.cluster_files.load import value_of

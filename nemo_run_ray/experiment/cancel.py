@@ -30,10 +30,6 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
 
     Yields:
         A sentence about the end of each, in their order.
-
-    Raises:
-        ClusterError: a job did not end in time, or a cluster stopped answering; all others were
-            cancelled too.
     """
     snapshot = Snapshot()
     for dispatch in {job.dispatch for job in jobs if not job.is_direct}:
@@ -103,10 +99,6 @@ def end_all(api: JobsApi) -> list[str]:
 
 def note_ends(api: JobsApi, is_forced: bool) -> Iterator[str]:
     """Write down how the jobs of this NeMo-Run home ended, and keep their logs.
-
-    Args:
-        api: the cluster's dashboard.
-        is_forced: its jobs were stopped; those that have not ended are noted as cancelled.
 
     Yields:
         A sentence for each thing that could not be kept.

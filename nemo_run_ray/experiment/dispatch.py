@@ -103,21 +103,11 @@ class Snapshot:
         self._answers: dict[tuple[Hashable, str], Any] = {}
 
     def rows(self, api: JobsApi) -> JobRows:
-        """The job table.
-
-        Raises:
-            ClusterError: the cluster cannot be asked.
-        """
+        """The job table."""
         return self.once(api, "rows", lambda: api.table(self._is_fresh))
 
     def once(self, about: Hashable, what: str, ask: Callable[[], _T]) -> _T:
-        """The result of ``ask``, or the error that it raises, remembered for this snapshot.
-
-        Args:
-            about: the object that is asked.
-            what: the question.
-            ask: gives the answer the first time.
-        """
+        """The result of ``ask``, or the error that it raises, remembered for this snapshot."""
         key = (about, what)
         if key not in self._answers:
             try:
@@ -215,11 +205,7 @@ class Dispatch:
 
     @functools.cached_property
     def spec(self) -> DispatchSpec:
-        """The plan.
-
-        Raises:
-            JobError: the experiment's folder does not have it.
-        """
+        """The plan."""
         try:
             found = from_json((self.folder / "dispatch.json").read_text(encoding="utf-8"))
             if not isinstance(found, DispatchSpec):
@@ -244,14 +230,7 @@ class Dispatch:
         pythons: list[str],
         places: Mapping[str, Sequence[str]],
     ) -> None:
-        """Write the plan and all archives into the experiment's folder.
-
-        Args:
-            spec: the jobs.
-            uploads: the archives that the jobs use, by URI.
-            pythons: interpreters that the jobs name.
-            places: where secrets come from, which a later start of the dispatcher reads again.
-        """
+        """Write the plan and all archives into the experiment's folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for archive in uploads.values():
             if not (self.folder / archive.name).exists():
@@ -266,11 +245,7 @@ class Dispatch:
         self.spec = spec
 
     def look(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
-        """The status of every job. Jobs of one table share one decision.
-
-        Raises:
-            ClusterError: the cluster cannot be asked.
-        """
+        """The status of every job. Jobs of one table share one decision."""
         return snapshot.once(self, api.dashboard.url, lambda: self._look(api, snapshot))
 
     def decided(self, rows: JobRows) -> DispatchStatus:
@@ -331,13 +306,7 @@ OUTCOME_S = 180.0
 
 
 def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: dict[str, Any]) -> None:
-    """Write a job's intent down, post it so that exactly one comes of it, and note the outcome.
-
-    Raises:
-        SubmissionError: Ray refuses the request, or ``OUTCOME_S`` passed without an outcome.
-        Conflict: the id belongs to a job of another run.
-        OSError: the intent cannot be written down.
-    """
+    """Write a job's intent down, post it so that exactly one comes of it, and note the outcome."""
     ledger, name = store_of(exp_dir).ledger, str(body["submission_id"])
     ledger.write_all([intent])
     try:
@@ -357,11 +326,6 @@ def _post(api: JobsApi, body: dict[str, Any], nonces: Callable[[], Collection[st
 
     After an error the job table is asked before anything else is done. A repeated request cannot
     start a second job: Ray gives a submission id away once.
-
-    Args:
-        api: where.
-        body: of the request.
-        nonces: returns those of all submissions of this id by the experiment's processes.
     """
     submission_id = str(body["submission_id"])
     deadline = time.monotonic() + OUTCOME_S
@@ -403,14 +367,7 @@ def _post(api: JobsApi, body: dict[str, Any], nonces: Callable[[], Collection[st
 
 
 def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> str:
-    """Start a dispatcher, whether there was one before or not; its submission id.
-
-    Raises:
-        ConfigError: a secret of a job that has not started is not set.
-        JobError: the experiment's folder is not whole, or cannot be written to.
-        SubmissionError: Ray refuses it, or it is not known whether it arrived.
-        ClusterError: the cluster cannot be reached.
-    """
+    """Start a dispatcher, whether there was one before or not; its submission id."""
     # Few clients start a dispatcher.
     from nemo_run_ray.experiment.archives import Archive, Entry, secrets_archive
     from nemo_run_ray.plan.job import dispatcher_entrypoint
@@ -474,13 +431,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
 
 
 def resume(dispatch: Dispatch) -> str:
-    """Start the dispatcher if it is dead and something is left to do, and say what was done.
-
-    Raises:
-        ConfigError: a secret of a job that has not started is not set.
-        SubmissionError: Ray refuses it.
-        ClusterError: the cluster cannot be asked.
-    """
+    """Start the dispatcher if it is dead and something is left to do, and say what was done."""
     all_records = store_of(dispatch.exp_dir).ledger.jobs().values()
     records = [job for job in all_records if job.dispatcher == dispatch.id]
     if all(job.terminal for job in records if not job.is_dispatcher):
@@ -519,9 +470,6 @@ def tend(exp_dir: Path) -> None:
 
     A dispatcher that has died is started again, what a cancelled job has left is stopped, and Ray's
     job manager is woken when a head has died. Only jobs of that experiment are touched.
-
-    Args:
-        exp_dir: the experiment's folder; one that cannot be read or written to is left alone too.
     """
     by_cluster: dict[str, list[JobRecord]] = {}
     with contextlib.suppress(OSError):
@@ -590,16 +538,7 @@ _STEP_S = 0.2
 
 
 def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
-    """Take one step after the other until one returns something, and return that.
-
-    Args:
-        step: looks and asks; a cluster that does not answer is asked again in the next step.
-        limit_s: seconds for all steps.
-        what: the object, for the error: ``the job …``.
-
-    Raises:
-        ClusterError: no step returned anything in that time.
-    """
+    """Take one step after the other until one returns something, and return that."""
     began = time.monotonic()
     trouble: Unanswered | None = None
     has_answered = False

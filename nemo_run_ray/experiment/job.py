@@ -8,7 +8,6 @@ folder what was seen.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -52,7 +51,6 @@ from nemo_run_ray.experiment.dispatch import (
 from nemo_run_ray.experiment.logs import OF_RAY, attempt_mark, follow, output_of
 from nemo_run_ray.experiment.store import (
     SEEN,
-    SUBMITTED,
     TERMINAL,
     AttemptRecord,
     Attempts,
@@ -138,6 +136,8 @@ _MOMENT_S = 10.0
 _LAST_LINES = 3
 #: Seconds that a start takes where there is room; before that nothing is asked.
 _STARTS_S = 3.0
+#: Attempts of a job that may have begun since a client has looked at it.
+_UNSEEN_MAX = 10
 #: Number of holders that a message names.
 _HOLDERS_MAX = 3
 
@@ -225,12 +225,7 @@ class RemoteJob:
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
     def look(self, snapshot: Snapshot) -> JobStatus:
-        """Its status as its cluster reports it, or its recorded end.
-
-        Raises:
-            ClusterError: the cluster cannot be asked.
-            ConfigError: its address or credentials cannot be used.
-        """
+        """Its status as its cluster reports it, or its recorded end."""
         return self._look(snapshot)[0]
 
     def attempts_in(self, snapshot: Snapshot) -> Attempts:
@@ -252,11 +247,7 @@ class RemoteJob:
         return {} if api is None else snapshot.once(api, "hosts", api.state.hosts)
 
     def api(self) -> JobsApi:
-        """The dashboard of its cluster.
-
-        Raises:
-            JobError: the cluster is gone for good.
-        """
+        """The dashboard of its cluster."""
         api = self._api()
         if api is None:
             archive = self._archive()
@@ -339,10 +330,9 @@ class RemoteJob:
         if archive is not None and archive.continues:
             return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, f"{archive.reason}.")
         why = (archive and archive.reason) or why
-        arrived = self.record.last == SUBMITTED or self.record.attempts or self.left_logs()
-        what = "Its end is not known" if arrived else "It is not known whether it ran"
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
-        return self._as_recorded(JobState.LOST, Reason.CLUSTER_GONE, f"{what}: {why}{end}")
+        detail = f"Its end is not known: {why}{end}"
+        return self._as_recorded(JobState.LOST, Reason.CLUSTER_GONE, detail)
 
     def _as_recorded(self, state: JobState, reason: Reason, detail: str) -> JobStatus:
         """A status without an answer of its cluster: node and attempt are those seen last."""
@@ -440,24 +430,17 @@ class RemoteJob:
 
         The remote half ends every process of a job before its own last line, unless it was killed.
         That of a group or of an array says whether it could, on all their nodes.
-
-        Raises:
-            ClusterError: the cluster cannot be asked.
-            JobError: the cluster is gone for good.
         """
         never = "it never had a process"
-        if status.attempt > 1:
-            never = f"its attempt {status.attempt} never had a process"
         if not status.node:
             return never
         state, name = self.api().state, self.ran_as(status)
         ending = repeat(lambda: state.last_lines(status.node, name, _LAST_LINES), PATIENCE_S)
         end = record_in(ending, self.record.nonces)
-        if end is not None and end.left_on == ():
-            return f"{NO_PROCESS_LEFT} on its node"
-        if end is not None and end.left_on:
-            return f"{MAY_BE_LEFT} {', and '.join(end.left_on)}"
-        if ending and all(OF_RAY.match(line) for line in ending):
+        if end is not None and end.left_on is not None:
+            hosts = ", and ".join(end.left_on)
+            return f"{MAY_BE_LEFT} {hosts}" if hosts else f"{NO_PROCESS_LEFT} on its node"
+        if end is None and ending and all(OF_RAY.match(line) for line in ending):
             return never
         return f"its node {status.node[:12]} did not confirm that all its processes ended"
 
@@ -504,15 +487,7 @@ class RemoteJob:
         return found if fits(found, kind) else None
 
     def array_file(self, status: JobStatus, kind: str) -> list[str]:
-        """The lines of a file of an array's driver, from its node or as it was kept.
-
-        Args:
-            status: of the job.
-            kind: ``STATES_FILE`` or ``RESULTS_FILE``.
-
-        Raises:
-            ClusterError: the cluster does not answer.
-        """
+        """The lines of a file of an array's driver, from its node or as it was kept."""
         if self.kept.has(kind):
             return self.kept.text(kind).splitlines()
         if not status.node:
@@ -697,25 +672,19 @@ class RemoteJob:
     def left_logs(self) -> list[Path]:
         """The logs of its attempts that a cluster which has died has left."""
         archive = self._archive()
-        found: list[Path] = []
-        for number in itertools.count(1):  # there may be more than anybody has seen
-            path = None if archive is None else archive.log(attempt_id(self.id, number))
-            if path is not None:
-                found.append(path)
-            elif number >= len(self.record.attempts):
-                break
-        return found
+        if archive is None:
+            return []
+        # There may be more than anybody has seen.
+        numbers = range(1, len(self.record.attempts) + _UNSEEN_MAX)
+        logs = (archive.log(attempt_id(self.id, number)) for number in numbers)
+        return [log for log in logs if log is not None]
 
     def left_text(self) -> Iterator[str]:
         """The log that a cluster which has died has left."""
         return self._joined(text_of(path) for path in self.left_logs())
 
     def last_lines(self, name: str, node: str, count: int) -> list[str]:
-        """The end of the log of an attempt, from its node or as a gone cluster has left it.
-
-        Raises:
-            ClusterError: the cluster cannot be asked.
-        """
+        """The end of the log of an attempt, from its node or as a gone cluster has left it."""
         api = self._api()
         if api is not None:
             return api.state.last_lines(node, name, count)
@@ -875,13 +844,7 @@ def _json_rows(lines: Iterable[str], shape: Any) -> Iterator[list[Any]]:
 def why_waiting(
     ask: ResourceRequest, room: ClusterRoom | None, rows: JobRows
 ) -> tuple[Reason, str] | None:
-    """The reason of a task's wait for nodes, and sentences; ``None`` when there is room.
-
-    Args:
-        ask: what it asks for.
-        room: what the cluster has, if it tells.
-        rows: the job table, for the names of those who hold it.
-    """
+    """The reason of a task's wait for nodes, and sentences; ``None`` when there is room."""
     if room is None:
         return None
     never = why_not(ask, room.nodes)
@@ -1102,21 +1065,7 @@ def _copy_begin_times(store: ExperimentStore, job: RemoteJob, status: JobStatus)
 
 
 def find(name: str) -> list[RemoteJob]:
-    """The jobs of an experiment, or one job.
-
-    A job has an ``id``, a ``name``, a ``status`` (state, reason, detail, node …), ``attempts``,
-    ``log(follow=False)``, ``wait(timeout_s)`` and ``cancel()``. Looking changes nothing.
-
-    Args:
-        name: an experiment's id, or its title (then its newest one); a handle of NeMo-Run's; or a
-            job's id on the cluster.
-
-    Returns:
-        The jobs in the order in which they were added; one of a handle or a job's id.
-
-    Raises:
-        JobError: no such job was submitted from this NeMo-Run home.
-    """
+    """See ``nemo_run_ray.find``."""
     if not isinstance(name, str):
         raise JobError(f"A job is found by the name of an experiment or its own, not by {name!r}.")
     with contextlib.suppress(JobError):
@@ -1138,11 +1087,7 @@ def find(name: str) -> list[RemoteJob]:
 
 
 def find_job(submission_id: str) -> RemoteJob:
-    """The job of a submission id.
-
-    Raises:
-        JobError: it was not submitted from this NeMo-Run home.
-    """
+    """The job of a submission id."""
     return RemoteJob(find_record(submission_id))
 
 

@@ -111,11 +111,6 @@ def output_of(
 
     A line that has no end yet is passed on, as far as it is there, when it cannot be one of ours.
     The head of the log of a job that never started is all that there is, and is passed on.
-
-    Args:
-        texts: the log, in pieces of any size.
-        end_marks: how the remote half may begin the last line.
-        attempt_marks: how a line may begin after which the log of another attempt follows.
     """
     head: list[str] | None = []  # lines before that of the entrypoint; ``None`` behind it
     at_start = True  # of a line, and not behind the part of it that was passed on
@@ -164,13 +159,7 @@ def _never_started(head: Iterable[str]) -> Iterator[str]:
 def lines(
     texts: Iterable[str], ends: str = "\n", at_once: Callable[[str], bool] | None = None
 ) -> Iterator[str]:
-    """Complete lines with their ends; a very long one in pieces, the last one as it is.
-
-    Args:
-        texts: a log, in pieces of any size.
-        ends: characters after which a line ends.
-        at_once: whether what there is of a line is passed on before its end comes.
-    """
+    """Complete lines with their ends; a very long one in pieces, the last one as it is."""
     # str.splitlines also cuts at form feeds and the like, which are no line's end in a log.
     end = re.compile(f"(?<=[{ends}])")
     parts: list[str] = []

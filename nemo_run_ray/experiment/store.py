@@ -166,11 +166,7 @@ class Ledger:
         self.write_all([(event, submission_id, values)])
 
     def write_all(self, events: Sequence[Event]) -> None:
-        """Append several events: kind, submission id and values of each.
-
-        Raises:
-            OSError: they cannot be written; it names the file.
-        """
+        """Append several events: kind, submission id and values of each."""
         at = round(time.time(), 3)
         lines = "".join(
             json.dumps({"at": at, "event": event, "id": name, **values}, sort_keys=True) + "\n"
@@ -251,11 +247,7 @@ class Ledger:
                 self._offset += len(line)
 
     def _add(self, event: Any) -> None:
-        """Take the next event into account.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is no event; nothing is changed.
-        """
+        """Take the next event into account."""
         name, kind, at = event["id"], event["event"], float(event.get("at") or 0.0)
         record = self._records.get(name)
         if kind == INTENT:
@@ -315,10 +307,6 @@ class Kept:
         """Write the log, and a second one where that belongs on this machine.
 
         None is left when reading or writing the first one fails.
-
-        Args:
-            texts: the log, in pieces of any size.
-            most_bytes: of a longer log the end is kept, behind a line that says how much is not.
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         pieces = (text.encode(errors="replace") for text in texts)
@@ -411,12 +399,7 @@ def store_of(exp_dir: Path) -> ExperimentStore:
 
 
 def find_experiment(name: str, but: Path | None = None) -> Path | None:
-    """The folder of an experiment's id, or of the newest one of a title; ``None`` without any.
-
-    Args:
-        name: the id or the title.
-        but: a folder that a title does not mean.
-    """
+    """The folder of an experiment's id, or of the newest one of a title; ``None`` without any."""
     folders = _folders()
     by_id = [folder for folder in folders if folder.name == name]
     of_title = [folder for folder in folders if folder.parent.name == name and folder != but]
@@ -435,12 +418,7 @@ def _began_at(exp_dir: Path) -> float:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names those most like it, with a space before it; empty without any.
-
-    Args:
-        name: what was given: a title, or an id, which begins with its title.
-        known: titles.
-    """
+    """A question that names those most like it, with a space before it; empty without any."""
     titles = sorted(known)
     near = difflib.get_close_matches(name, titles) or difflib.get_close_matches(
         name.rpartition("_")[0], titles
@@ -466,11 +444,7 @@ def _folders() -> list[Path]:
 
 
 def find_record(submission_id: str) -> JobRecord:
-    """The record of a job by its id alone, from NeMo-Run's home.
-
-    Raises:
-        JobError: no experiment in this home submitted such a job.
-    """
+    """The record of a job by its id alone, from NeMo-Run's home."""
     for exp_dir in _candidates({submission_id}):
         record = store_of(exp_dir).ledger.job(submission_id)
         if record is not None:

@@ -134,13 +134,7 @@ class Batch:
         return self._code[name, is_dry]
 
     def submit(self, name: str) -> str:
-        """Hand a job over, with the first one its whole dispatch; its submission id.
-
-        Raises:
-            ClusterError: the cluster cannot take it.
-            SubmissionError: the job cannot be sent, or it is not known whether it arrived.
-            ConfigError: a secret is not set.
-        """
+        """Hand a job over, with the first one its whole dispatch; its submission id."""
         planned = self.plans[name]
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
@@ -249,11 +243,7 @@ class Batch:
         return self._version["session_name"]
 
     def _check_fit(self) -> None:
-        """Refuse jobs that the cluster cannot run; one look is enough for all of the batch.
-
-        Raises:
-            TooOld, DoesNotFit: it cannot.
-        """
+        """Refuse jobs that the cluster cannot run; one look is enough for all of the batch."""
         for planned in self.plans.values():
             self._api.require(self._version["ray_version"], planned.selector_since)
         if self._misfits:
@@ -315,20 +305,11 @@ def requests_of(plan: JobPlan) -> Iterator[tuple[str, ResourceRequest]]:
 def handles_of(
     dependencies: Iterable[str], exp_dir: Path, jobs_of: Callable[[Path], Collection[str]]
 ) -> list[str]:
-    """The handles that dependencies mean: each experiment that is named becomes all of its jobs.
-
-    Args:
-        dependencies: handles, and titles or ids of experiments.
-        exp_dir: folder of the experiment that has them; its title means an earlier one.
-        jobs_of: gives the names of all jobs of an experiment, whatever their executors are.
-
-    Raises:
-        ConfigError: there is no such experiment, or a job of it was not handed over to Ray.
-    """
-    found: list[str] = []
+    """The handles that dependencies mean: each experiment that is named becomes all of its jobs."""
+    handles: list[str] = []
     for name in dependencies:
-        found += [name] if "://" in name else _handles_of_one(name, exp_dir, jobs_of)
-    return list(dict.fromkeys(found))
+        handles += [name] if "://" in name else _handles_of_one(name, exp_dir, jobs_of)
+    return list(dict.fromkeys(handles))
 
 
 def _handles_of_one(
@@ -359,21 +340,12 @@ def _handles_of_one(
 
 
 def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
-    """A job of another experiment, for a dispatcher that waits for it.
-
-    Args:
-        handle: of the job.
-        api: of the cluster that the new job goes to.
-        session: Ray's name of that cluster's life; a cluster may have several addresses.
-
-    Raises:
-        SubmissionError: the job is unknown, or another cluster has it.
-    """
+    """A job of another experiment, for a dispatcher that waits for it."""
     name = handle.rpartition("/")[2]
     record: JobRecord | None = None
     with contextlib.suppress(JobError):
         record = find_record(name)
-    if record is not None and record.session != session and not _has_gone_on(record, api):
+    if record is not None and record.session != session:
         raise SubmissionError(
             f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
             f"had before it was started again: {from_record(record.cluster)!r}, session "
@@ -391,12 +363,3 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
         )
     nonces = tuple(record.nonces) if record else (nonce_of(row),)
     return OutsideSpec(name, nonces, str((row.get("metadata") or {}).get(DISPATCHER_KEY, "")))
-
-
-def _has_gone_on(record: JobRecord, api: JobsApi) -> bool:
-    """Whether a job's dispatch continues in the Ray that is up, in a later allocation."""
-    if not api.dashboard.earlier.rows or not record.dispatcher:
-        return False
-    dispatcher = find_record(record.dispatcher)
-    row = api.job(dispatcher.submission_id)
-    return row is not None and nonce_of(row) in dispatcher.nonces

@@ -6,7 +6,6 @@ Registering adds entries and changes none, so other executors behave as before.
 from __future__ import annotations
 
 import copy
-import glob
 import inspect
 import json
 import logging
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_run.cli.api import factory
-from nemo_run.config import Config, get_nemorun_home
+from nemo_run.config import Config
 from nemo_run.core.execution.base import Executor
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from nemo_run.run.experiment import Experiment
@@ -36,11 +35,7 @@ _SUPPORTED = ("_PARALLEL_SUPPORTED_EXECUTORS", "_DETACH_SUPPORTED_EXECUTORS")
 
 
 def register() -> None:
-    """Tell NeMo-Run about ``RayExecutor``; a second call changes nothing.
-
-    Raises:
-        AttributeError, KeyError, TypeError: NeMo-Run has no such registries; nothing was changed.
-    """
+    """Tell NeMo-Run about ``RayExecutor``; a second call changes nothing."""
     dependency = vars(Experiment)["_DEPENDENCY_SUPPORTED_EXECUTORS"]
     for kind in _classes():
         _register_class(kind)
@@ -148,11 +143,7 @@ def experiment_dir(experiment: Experiment) -> Path:
 
 
 def job_names(exp_dir: Path) -> set[str]:
-    """The names of all jobs of a saved experiment, of any executor.
-
-    Raises:
-        ConfigError: they cannot be read in this program.
-    """
+    """The names of all jobs of a saved experiment, of any executor."""
     try:
         saved = json.loads((exp_dir / Experiment._TASK_FILE).read_text(encoding="utf-8"))
         return {str(ZlibJSONSerializer().deserialize(job).id) for job, _ in saved}
@@ -165,20 +156,13 @@ def job_names(exp_dir: Path) -> set[str]:
 
 
 def load_experiment(name: str) -> Experiment:
-    """The experiment of an id or a title.
+    """The experiment of an id or a title."""
+    from nemo_run_ray.experiment.store import find_experiment  # nodes may not have its libraries
 
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    # NeMo-Run's from_id takes the title from before the id's last "_", which an id of the user's
-    # own need not have.
-    for folder in (Path(get_nemorun_home()) / "experiments").glob(f"*/{glob.escape(name)}"):
-        if (folder / Experiment._CONFIG_FILE).is_file():
-            return Experiment._from_config(str(folder))
-    try:
-        return Experiment.from_title(name)
-    except (AssertionError, FileNotFoundError, ValueError) as error:
-        raise FileNotFoundError(name) from error
+    folder = find_experiment(name)
+    if folder is None or not (folder / Experiment._CONFIG_FILE).is_file():
+        raise FileNotFoundError(name)
+    return Experiment._from_config(str(folder))
 
 
 def is_running() -> bool:
@@ -202,10 +186,6 @@ def save_handles(experiment: Experiment, submission_ids: dict[str, str]) -> None
     NeMo-Run writes them after all jobs were launched; a client that dies before that would leave an
     experiment that knows nothing of its running jobs. The live job objects are not touched:
     NeMo-Run sets their handles itself.
-
-    Args:
-        experiment: a live one.
-        submission_ids: by the job's name.
     """
     saved = []
     for job in experiment.jobs:

@@ -69,11 +69,7 @@ class Interrupt:
         self._has_sent = False
 
     def watch(self, experiment: str) -> None:
-        """Notice Ctrl-C from now on, unless the program handles it. Only the main thread can.
-
-        Args:
-            experiment: id of the one whose jobs are handed over.
-        """
+        """Notice Ctrl-C from now on, unless the program handles it. Only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._has_sent = self._has_sent and self._experiment == experiment
@@ -422,16 +418,8 @@ def torchx_state(status: JobStatus) -> AppState:
 def resume_experiment(experiment: Any) -> Iterator[str]:
     """Hand over what never reached the cluster, and start dispatchers that have ended too early.
 
-    Args:
-        experiment: a saved one of NeMo-Run's.
-
     Yields:
         What was done for each dispatch and each job, in words.
-
-    Raises:
-        ClusterError: a cluster cannot be asked, or cannot take a job.
-        ConfigError: a secret of a job is not set.
-        SubmissionError: Ray refuses a job.
     """
     folder = registry.experiment_dir(experiment)
     for dispatch in dispatches_of(folder):

@@ -100,26 +100,3 @@ def makedirs(path, **_):
 exec(compile(no_room, os.__file__, "exec"), vars(os))
 run.run(run.Script(inline="true"), executor=RayExecutor(address="{_NOBODY}"), name="x")
 """
-
-
-def test_a_full_disk_under_nemo_run_is_one_paragraph(tmp_path):
-    done = _run(tmp_path, _FULL)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout + done.stderr
-    error, place = done.stderr.splitlines()[-2:]
-    assert error.startswith(f"{tmp_path / 'home' / 'experiments' / 'x'}")
-    assert "cannot be written: No space left on device. Jobs that were handed over" in error
-    assert place.startswith(f"({tmp_path / 'program.py'}, line 9;")
-
-
-def test_a_full_disk_that_the_users_function_meets_keeps_its_traceback(tmp_path):
-    (tmp_path / "steps.py").write_text(
-        "import errno\n\ndef run():\n    raise OSError(errno.ENOSPC, 'No space left', '/data/x')\n"
-    )
-    done = _run(
-        tmp_path,
-        "import nemo_run, nemo_run_ray, steps\n"
-        "exec(compile('steps.run()', nemo_run.__file__, 'exec'))  # NeMo-Run calls it\n",
-    )
-    assert "Traceback" in done.stderr
-    assert "in run" in done.stderr

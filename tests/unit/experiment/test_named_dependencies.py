@@ -3,11 +3,7 @@
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.clusters import ClusterArchive, Dashboard
-from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.errors import ConfigError, SubmissionError
-from nemo_run_ray.experiment.submit import outside_spec
-from nemo_run_ray.ids import HANDLE
+from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.remote.status import JobExit
 from tests.conftest import refused
 from tests.fake_ray import FAILS, FakeRay
@@ -84,18 +80,3 @@ def test_an_experiment_that_is_not_handed_over_yet(ray, unique, prep):
     assert "has not handed over to Ray: b" in message
     ledger.unlink()
     assert "a, b" in refused(ConfigError, executor, f"{unique}y")
-
-
-@pytest.mark.parametrize("has_it", [True, False])
-def test_a_chain_that_goes_on_in_another_allocation_may_be_waited_for(ray, unique, has_it):
-    """That one's Ray has another name than the one that the ledger knows."""
-    prep = Handed(ray, f"{unique}-prep", "a", "b after a")
-    rows = {prep.dispatch.id: ray.rows.pop(prep.dispatch.id)} if has_it else {}
-    ray.rows.clear()
-    api = JobsApi.of(Dashboard(ray.url, {"X-Of": unique}, earlier=ClusterArchive(rows=rows)))
-    if has_it:
-        found = outside_spec(f"{HANDLE}{prep.id}.b", api, "the next one")
-        assert (found.id, found.dispatcher) == (f"{prep.id}.b", prep.dispatch.id)
-    else:
-        with pytest.raises(SubmissionError, match="another cluster has"):
-            outside_spec(f"{HANDLE}{prep.id}.b", api, "the next one")

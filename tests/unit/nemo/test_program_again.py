@@ -72,9 +72,8 @@ _FIRST_A_SCRIPT = (
         (_FIRST_A_SCRIPT, _PARTIAL, 1),
         ("import logging; logging.getLogger(__name__)", _PARTIAL, 0),
         ("if __name__ == '__main__':", f" {_PARTIAL}", 1),
-        ("if executor:", f" {_PARTIAL}", 1),
     ],
-    ids=["partial", "array", "after a script", "a logger", "guarded", "below a condition"],
+    ids=["partial", "array", "after a script", "a logger", "guarded"],
 )
 def test_a_function_of_a_program_that_launches_at_its_top(
     ray, unique, tmp_path, monkeypatch, first, task, started
