@@ -264,7 +264,9 @@ class Dispatch:
         if now != session:
             why = f"the Ray at {url} is not the one that had it (then {session}, now {now})"
             return replace(found, lost=why)
-        if not store_of(self.exp_dir).ledger.has_arrived(self.id):
+        records = store_of(self.exp_dir).ledger.jobs().values()
+        own = (one for one in records if first_id(one.submission_id) == self.id)
+        if all(one.last != SUBMITTED for one in own):
             return found
 
         def ask_again() -> JobRows:

@@ -479,8 +479,8 @@ class RemoteJob:
     def _driver_rows(self, status: JobStatus, kind: type) -> Any:
         """The last rows that its driver wrote, if they are of this type."""
         found: Any = None
-        if self.kept.has(_ROWS):
-            found = json.loads(self.kept.text(_ROWS))
+        if self.kept.file(_ROWS).exists():
+            found = json.loads(self.kept.file(_ROWS).read_text(encoding="utf-8"))
         elif status.node and status.reason not in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
             with contextlib.suppress(NemoRunRayError):  # a node may be known all the same
                 found = self.api().state.rows(status.node, self.ran_as(status))
@@ -488,8 +488,8 @@ class RemoteJob:
 
     def array_file(self, status: JobStatus, kind: str) -> list[str]:
         """The lines of a file of an array's driver, from its node or as it was kept."""
-        if self.kept.has(kind):
-            return self.kept.text(kind).splitlines()
+        if self.kept.file(kind).exists():
+            return self.kept.file(kind).read_text(encoding="utf-8").splitlines()
         if not status.node:
             return []
         lines = self.api().state.array_file(status.node, self.id, kind)
@@ -651,10 +651,8 @@ class RemoteJob:
             ClusterError: the log cannot be read.
             JobError: there is no log.
         """
-        # A copy is taken when the job is over, and its last processes may write a moment later. The
-        # embedded Ray writes its own when it stops.
-        is_whole = self.cluster.runs_here and self.kept.is_whole
-        if self.kept.has_log and (is_whole or not self._is_on_cluster()):
+        # A copy is taken when the job is over, and its last processes may write a moment later.
+        if self.kept.has_log and not self._is_on_cluster():
             return self.kept.log()
         return self._begun_or_kept(self._joined(self._attempt_logs(follow)))
 
@@ -1044,11 +1042,11 @@ def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> None
 
 def _copy_driver_files(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> None:
     """Copy what the driver of a group or of an array has written."""
-    if not job.kept.has(_ROWS):
+    if not job.kept.file(_ROWS).exists():
         rows = job.roles(status) or job.array_rows(status)
         if rows:
             job.kept.keep(_ROWS, json.dumps(rows))
-    if job.record.is_array and not job.kept.has(STATES_FILE):
+    if job.record.is_array and not job.kept.file(STATES_FILE).exists():
         states = job.array_file(status, STATES_FILE)
         if states:  # else it had no elements yet, or they cannot be read now
             results = job.array_file(status, RESULTS_FILE)

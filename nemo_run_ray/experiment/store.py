@@ -72,16 +72,9 @@ class AttemptRecord:
     def of(cls, submission_id: str, row: Attempt) -> AttemptRecord:
         """The record of a row of the job table, which does not say when it began to run."""
         status = row.status
-        return cls(
-            submission_id=submission_id,
-            state=status.state.value,
-            reason=status.reason.value,
-            detail=status.detail,
-            node=status.node,
-            posted_at=row.posted_at,
-            ended_at=row.ended_at or None,
-            exit_code=row.exit_code,
-        )
+        about = status.state.value, status.reason.value, status.detail, status.node
+        ended_at = row.ended_at or None
+        return cls(submission_id, *about, row.posted_at, None, ended_at, row.exit_code)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -205,17 +198,7 @@ class Ledger:
 
     def job(self, submission_id: str) -> JobRecord | None:
         """The record of one job; ``None`` when there is no such job."""
-        with self._lock:
-            self._read()
-            return self._records.get(submission_id)
-
-    def has_arrived(self, name: str) -> bool:
-        """Whether a dispatcher of this id, or a job without one, has reached its cluster."""
-        return any(
-            record.last == SUBMITTED
-            and name == (record.dispatcher if record.is_dispatcher else record.submission_id)
-            for record in self.jobs().values()
-        )
+        return self.jobs().get(submission_id)
 
     def _forget(self, inode: int | None) -> None:
         self._inode, self._offset = inode, 0
@@ -292,11 +275,6 @@ class Kept:
     def has_log(self) -> bool:
         return self._log.exists()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether a log was kept from its first line on."""
-        return self.has_log and not next(self.log(), "").startswith(CUT)
-
     def log(self) -> Iterator[str]:
         """The text, piece by piece."""
         with open(self._log, encoding="utf-8", newline="") as file:
@@ -323,19 +301,13 @@ class Kept:
             except OSError as error:
                 log.warning("The log is not written to %s too: %s", self._copy, error)
 
-    def has(self, kind: str) -> bool:
-        """Whether a file of its driver was kept."""
-        return self._path(kind).exists()
-
-    def text(self, kind: str) -> str:
-        return self._path(kind).read_text(encoding="utf-8")
+    def file(self, kind: str) -> Path:
+        """A file that was kept of its driver."""
+        return self._log.with_name(f"{self._id}.{kind}")
 
     def keep(self, kind: str, text: str) -> None:
-        self._path(kind).parent.mkdir(parents=True, exist_ok=True)
-        write_file(self._path(kind), text)
-
-    def _path(self, kind: str) -> Path:
-        return self._log.with_name(f"{self._id}.{kind}")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self.file(kind), text)
 
 
 def _write_end(pieces: Iterable[bytes], most_bytes: int, file: IO[bytes]) -> None:

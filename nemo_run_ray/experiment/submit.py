@@ -73,12 +73,11 @@ class Batch:
     Attributes:
         exp_dir: NeMo-Run's folder of the experiment.
         cluster: where all of them go.
-        plans: all jobs, those that are not submitted yet among them.
-        executors: by the job's name.
+        plans: all jobs by name, those that are not submitted yet among them.
+        executors: by the job's name, with the job's place in the experiment, from 0.
         dispatcher_id: id of the dispatcher, if there is one.
         is_ordered: the jobs' order is kept on the cluster, by that dispatcher. Otherwise NeMo-Run
             keeps it, and each job is handed over by itself.
-        places: which job of the experiment each is, from 0, by the job's name.
         names: of the jobs, by their submission ids.
         before_post: called before anything is sent, and raises to forbid it.
     """
@@ -86,10 +85,9 @@ class Batch:
     exp_dir: Path
     cluster: Cluster
     plans: dict[str, JobPlan] = field(default_factory=dict)
-    executors: dict[str, RayExecutor] = field(default_factory=dict)
+    executors: dict[str, tuple[RayExecutor, int]] = field(default_factory=dict)
     dispatcher_id: str = ""
     is_ordered: bool = True
-    places: dict[str, int] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     before_post: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -101,7 +99,7 @@ class Batch:
     def add(self, planned: JobPlan, executor: RayExecutor, place: int) -> None:
         """Take a job, or another plan of it."""
         name = self.names[planned.submission_id] = planned.job
-        self.plans[name], self.executors[name], self.places[name] = planned, executor, place
+        self.plans[name], self.executors[name] = planned, (executor, place)
 
     def check(self, planned: JobPlan, is_dry: bool) -> None:
         """Refuse a job that could not be handed over, or whose script is not there.
@@ -209,7 +207,7 @@ class Batch:
         return {role: self._packed(packager) for role, packager in planned.packagers.items()}
 
     def _intent(self, planned: JobPlan, nonce: str, dispatcher: str = "") -> Event:
-        executor = self.executors[planned.job]
+        executor, place = self.executors[planned.job]
         values: dict[str, object] = {
             "job": planned.job,
             "cluster": self.cluster.record(),
@@ -217,7 +215,7 @@ class Batch:
             "nonce": nonce,
             "has_roles": isinstance(planned.spec, GroupSpec),
             "is_array": isinstance(planned.spec, ArraySpec),
-            "place": self.places.get(planned.job, 0),
+            "place": place,
             "grace_s": planned.spec.grace_s,
             "keep_logs_max_bytes": executor.resolved().keep_logs_max_bytes,
             "log_copy": executor.log_copy or "",
@@ -255,7 +253,7 @@ class Batch:
     @cached_property
     def _misfits(self) -> str:
         """The message about a cluster that cannot run the jobs, if a preflight is asked for."""
-        resolved = [executor.resolved() for executor in self.executors.values()]
+        resolved = [executor.resolved() for executor, _ in self.executors.values()]
         resolved = [role for one in resolved for role in one.resource_group or [one]]
         if not any(executor.preflight for executor in resolved):
             return ""
@@ -277,7 +275,7 @@ class Batch:
         """The archives of every job; this package is first, as the driver of a group expects it."""
         names = tuple(sorted(self.plans))
         if self._jobs is None or self._jobs[0] != names:
-            folders = {name: Path(self.executors[name].job_dir) for name in names}
+            folders = {name: Path(self.executors[name][0].job_dir) for name in names}
             plans = list(self.plans.values())
             self._jobs = names, job_archive(plans, folders, self.exp_dir / "__main__.py")
         return [package_archive(), self._jobs[1]]

@@ -124,7 +124,7 @@ class Request:
             uploads.append(
                 f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
             )
-        file = self.batch.executors[self.plan.job].resolved().resolved_from
+        file = self.batch.executors[self.plan.job][0].resolved().resolved_from
         named = f", by the cluster file {file}" if file else ""
         return describe(self.plan, f"{self.batch.cluster!r}{named}", uploads)
 
@@ -156,7 +156,14 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
         batch = self._batch(cfg)
         planned, place = self._in_order(planned, batch)
-        _check_id(planned, batch)
+        submission_id = planned.submission_id
+        names = {batch.dispatcher_id: "its dispatcher", **batch.names}
+        other = names.get(submission_id, planned.job)
+        if other != planned.job:
+            raise ConfigError(
+                f"The jobs {other!r} and {planned.job!r} of one experiment would get the same id "
+                f"{submission_id} on the cluster; rename one of them."
+            )
         batch.check(planned, is_dry=not is_running)
         batch.add(planned, cfg, place)
         return AppDryRunInfo(Request(planned, batch), str)
@@ -335,22 +342,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         """Check nothing: resources are fields of the executor, not torchx's, and checked there."""
 
 
-def _check_id(planned: JobPlan, batch: Batch) -> None:
-    """Every job and the dispatcher need an id of their own."""
-    name = planned.submission_id
-    if name == batch.dispatcher_id:
-        raise ConfigError(
-            f"The job {planned.job!r} would get the id {name}, which is that of the experiment's "
-            "dispatcher; rename it."
-        )
-    other = batch.names.get(name, planned.job)
-    if other != planned.job:
-        raise ConfigError(
-            f"The jobs {other!r} and {planned.job!r} of one experiment would get the same "
-            f"id {name} on the cluster; rename one of them."
-        )
-
-
 #: Reasons of waits for minutes; only the first one of an experiment is reported.
 _WAITS = {Reason.BUILDING, Reason.ROOM}
 
@@ -425,13 +416,27 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
     for dispatch in dispatches_of(folder):
         yield f"{dispatch.id}: {resume(dispatch)}"
     tend(folder)
-    known = {found.name: found for found in jobs_of(folder)}
-    states = {job.id: _state(experiment, job, known.get(job.id)) for job in experiment.jobs}
-    ready = []
+    handed_over = {job.name: job for job in jobs_of(folder)}
+    states = {}
     for job in experiment.jobs:
-        why_not = _why_not(experiment, job, known.get(job.id), states)
-        if why_not:
-            yield f"{job.id}: {why_not}"
+        if job.id in handed_over:
+            states[job.id] = handed_over[job.id].status.state.value
+        elif isinstance(job.executor, RayExecutor):
+            states[job.id] = JobState.WAITING.value
+        else:
+            kind = type(job.executor).__name__
+            states[job.id] = f"{registry.status_of(experiment, job)} on {kind}"
+    ready, is_ordered = [], registry.is_ordered_by_us(experiment)
+    for job in experiment.jobs:
+        upstream = () if is_ordered else job.dependencies
+        missing = [name for name in upstream if states[name] != JobState.SUCCEEDED.value]
+        if states[job.id] != JobState.WAITING.value:
+            yield f"{job.id}: {states[job.id]}, left as it is"
+        elif job.id in handed_over and handed_over[job.id].record.dispatcher:
+            yield f"{job.id}: waits on the cluster, left to its dispatcher"
+        elif missing:
+            waits = ", ".join(f"{name} ({states[name]})" for name in missing)
+            yield f"{job.id}: not handed over, it depends on {waits}; resume again after that"
         else:
             ready.append(job)
     for job in ready:
@@ -439,30 +444,6 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
     registry.launch(experiment, ready)
     for job in ready:
         yield f"{job.id}: handed over"
-
-
-def _why_not(experiment: Any, job: Any, found: RemoteJob | None, states: dict[str, str]) -> str:
-    """The reason not to submit a job now; empty if it is to be submitted."""
-    if states[job.id] != JobState.WAITING.value:
-        return f"{states[job.id]}, left as it is"
-    if found is not None and found.record.dispatcher:
-        return "waits on the cluster, left to its dispatcher"
-    if registry.is_ordered_by_us(experiment):
-        return ""
-    missing = [
-        upstream for upstream in job.dependencies if states[upstream] != JobState.SUCCEEDED.value
-    ]
-    waits = ", ".join(f"{upstream} ({states[upstream]})" for upstream in missing)
-    return f"not handed over, it depends on {waits}; resume again after that" if missing else ""
-
-
-def _state(experiment: Any, job: Any, found: RemoteJob | None) -> str:
-    """The state of a job; WAITING only if it is for Ray and Ray never got it."""
-    if found is not None:
-        return str(found.status.state.value)
-    if isinstance(job.executor, RayExecutor):
-        return JobState.WAITING.value
-    return f"{registry.status_of(experiment, job)} on {type(job.executor).__name__}"
 
 
 __all__ = ["RayJobsScheduler", "create_scheduler"]

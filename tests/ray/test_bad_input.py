@@ -8,13 +8,12 @@ import time
 import nemo_run as run
 import pytest
 
-from nemo_run_ray import ExistingCluster, RayExecutor
+from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import (
     Conflict,
     Unauthorised,
 )
 from tests.conftest import TRUE, python, refused, tool
-from tests.flaky_proxy import FlakyProxy
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +36,6 @@ def test_a_module_that_nobody_shipped_is_named(unique, existing, tmp_path):
     shown = " ".join(re.sub(r"scheduler.py:\d+", "", done.stdout).split())
     assert "the module 'mine' is not on that node" in shown, done.stdout + done.stderr
     assert "packager" in shown
-
-
-@pytest.mark.soak
-def test_the_log_of_a_cluster_that_is_gone(unique, token, dashboard, existing):
-    with FlakyProxy(dashboard.url) as proxy:
-        for name, kept in (("x", 0), ("y", 1024)):
-            cluster = ExistingCluster(proxy.url)
-            executor = RayExecutor(cluster=cluster, keep_logs_max_bytes=kept)
-            script = run.Script(inline="echo here")
-            run.run(script, executor=executor, name=f"{name}{unique}", tail_logs=False)
-    assert tool("nemo-run-ray", "logs", f"y{unique}").stdout == "here\n"
-    done = tool("nemo-run-ray", "logs", f"x{unique}")
-    assert done.returncode == 1
-    assert "cannot be reached" in done.stderr or proxy.url in done.stderr
 
 
 def test_no_token(unique, dashboard, monkeypatch, tmp_path):

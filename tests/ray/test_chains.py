@@ -3,41 +3,20 @@
 import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
-import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import nemo_run as run
 import pytest
 
 from nemo_run_ray.cli import main as cli
-from nemo_run_ray.errors import NemoRunRayError, SubmissionError
 from nemo_run_ray.experiment.dispatch import start_dispatcher
 from nemo_run_ray.experiment.job import find_job
 from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.status import JobExit, JobState, Reason
 from tests.chains import Started, Yard, step
-from tests.conftest import files_with, python, tool, wait_for
-
-CLIENT = """
-import json, os, sys
-import nemo_run as run
-from nemo_run_ray import ExistingCluster, RayExecutor
-
-title, url, programs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-executor = RayExecutor(cluster=ExistingCluster(url=url))
-if __name__ == "__main__":
-    with run.Experiment(title, executor=executor) as experiment:
-        for name, (program, after) in programs.items():
-            experiment.add(run.Script(inline=program), name=name, dependencies=after)
-        experiment.run(detach=True)
-        print("ID", experiment._id, flush=True)
-        os.kill(os.getpid(), 9)
-"""
+from tests.conftest import files_with, wait_for
 
 
 @pytest.fixture
@@ -49,63 +28,11 @@ def yard(tmp_path, existing):
     yard.check()
 
 
-@pytest.fixture
-def nothing_started(api, unique, home):
-    """No job of the test's experiment gets to the cluster."""
-    yield
-    assert [one for one in api.table(fresh=True) if one.startswith(f"{unique}_")] == []
-    assert list(home.glob(f"experiments/{unique}/*/ray_jobs.jsonl")) == []
-
-
-def rows_of(started: Started) -> dict[str, dict]:
-    """What ``nemo-run-ray status --json`` says, in a process of its own."""
-    done = tool("nemo-run-ray", "status", started.id, "--json")
-    assert done.returncode == 0, done.stderr
-    return {row["job"]: row for row in json.loads(done.stdout)}
-
-
 def log_of(started: Started, name: str, follow: bool = False) -> str:
     return "".join(find_job(started.job(name)).log(follow))
 
 
 # ---------------------------------------------------------------------- order
-
-
-@pytest.mark.soak  # tests/hosts/test_detached_chain.py has it
-def test_a_diamond_outlives_its_client(yard, existing, unique, tmp_path, home, api):
-    after = {"in": [], "left": ["in"], "right": ["in"], "out": ["left", "right"]}
-    programs = {"in": yard.gate(), "left": "sleep 1", "right": "sleep 1", "out": "true"}
-    (tmp_path / "train.py").write_text(CLIENT)
-    given = {name: (yard.program(name, programs[name]), after[name]) for name in after}
-    done = python("train.py", unique, existing.url, json.dumps(given), cwd=tmp_path)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    (experiment_id,) = re.findall(r"^ID (\S+)$", done.stdout, re.M)
-    started = Started(experiment_id, home / "experiments" / unique / experiment_id)
-    wait_for(lambda: yard.begun() == ["in"])
-
-    with ThreadPoolExecutor() as pool:
-        nemo = pool.submit(tool, "nemo", "experiment", "status", experiment_id)
-        rows = rows_of(started)
-        shown = re.sub(r"\x1b\[[\d;]*m", "", nemo.result().stdout)
-    assert {name: row["state"] for name, row in rows.items()} == {
-        "in": "RUNNING",
-        "left": "WAITING",
-        "right": "WAITING",
-        "out": "WAITING",
-    }
-    assert {name: row["after"] for name, row in rows.items()} == after
-    assert rows["out"]["waits_for"] == ["left", "right"]
-    assert re.findall(r"Status: (\w+)", shown) == ["RUNNING", *3 * ["SUBMITTED"]]
-
-    yard.open()
-    assert started.dispatch_ends(api) == JobExit.SUCCEEDED
-    assert sorted(yard.begun()) == sorted(after)
-    for name, needs in after.items():
-        assert all(yard.is_before(one, name) for one in needs)
-    found = run.Experiment.from_id(experiment_id).status(return_dict=True)
-    assert {name: str(one["status"]) for name, one in found.items()} == dict.fromkeys(
-        after, "SUCCEEDED"
-    )
 
 
 # ---------------------------------------------------------------------- attempts and limits
@@ -252,36 +179,6 @@ def dispatchers(submission_id: str) -> list[int]:
     return found
 
 
-def kill_dispatcher(submission_id: str) -> None:
-    def alone() -> list[int]:
-        # What a process starts has the words of the process itself for a moment.
-        found = dispatchers(submission_id)
-        return found if len(found) == 1 else []
-
-    (number,) = wait_for(alone)
-    os.kill(number, signal.SIGKILL)
-    wait_for(lambda: number not in dispatchers(submission_id))
-
-
-def test_a_dispatcher_that_is_killed_goes_on_by_itself(yard, unique, api):
-    started = yard.start(
-        unique,
-        step("first", '[ "$NEMO_RUN_ATTEMPT" = 2 ]', retries=1),
-        step("second", yard.gate(), after="first"),
-        step("third", after="second"),
-    )
-    kill_dispatcher(started.dispatch.id)
-    wait_for(lambda: "second" in yard.begun())
-    kill_dispatcher(started.dispatch.id)
-    yard.open()
-    kill_dispatcher(started.dispatch.id)
-
-    assert started.dispatch_ends(api) == JobExit.SUCCEEDED
-    assert yard.begun() == ["first", "first@2", "second", "third"]
-    log = "".join(api.logs.whole(started.dispatch.id))
-    assert log.count("the dispatcher was killed (exit code 137) and is started again") == 3
-
-
 def test_a_client_that_waits_starts_a_dispatcher_again_that_was_stopped(yard, unique, api):
     steps = step("first", yard.gate()), step("second", after="first")
     waits = threading.Thread(
@@ -321,19 +218,3 @@ def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api
 
 
 # ---------------------------------------------------------------------- pages and bad input
-
-
-def refused(kind: type[NemoRunRayError], yard: Yard, name: str, **fields) -> str:
-    with pytest.raises(kind) as caught:
-        yard.start(name, step("first"), step("next", after="first", **fields))
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "Nothing was started" in message
-    return message
-
-
-def test_a_handle_that_nobody_knows(yard, existing, unique, nothing_started):
-    handle = plugin.handle("nobody_1.job")
-    message = refused(SubmissionError, yard, unique, dependencies=[handle])
-    assert "nobody_1.job" in message
-    assert existing.url in message

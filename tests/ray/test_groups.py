@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import secrets
 import socket
 import sys
@@ -13,7 +12,7 @@ from nemo_run.core.execution.base import ExecutorMacros
 
 from nemo_run_ray import CommandProbe, PortProbe, RayExecutor
 from nemo_run_ray.experiment.job import find_job
-from tests.conftest import processes_of, python, tool, wait_for
+from tests.conftest import python
 from tests.groups import client, finish, server, submit
 
 
@@ -172,32 +171,6 @@ def test_a_role_that_is_a_ray_program(existing, unique, tmp_path):
     assert "RESULT 42" in lines_of(log, "client/0")
 
 
-def test_a_runtime_env_that_cannot_be_built(existing, unique):
-    broken = client("true", runtime_env={"conda": "no-such-environment"})
-    job = submit(unique, existing, broken, client("echo never", role="other"))
-
-    state, reason, log = finish(job)
-
-    assert (state, reason) == ("FAILED", "the runtime environment could not be built"), log
-    assert "client/0: no worker on node" in log
-    assert "other/0| never" not in log
-
-
-def test_cancel_ends_every_process(existing, unique):
-    roles = [
-        client("sleep 1000 & setsid sleep 1000 & echo here; wait", role=f"r{n}") for n in (0, 1)
-    ]
-    job = submit(unique, existing, *roles)
-    wait_for(lambda: "".join(job.log(follow=False)).count("| here") == 2)
-    assert processes_of(job.id)
-
-    done = tool("nemo-run-ray", "cancel", job.id)
-
-    assert "group is cancelled; no process of it is left on its node" in done.stdout
-    assert processes_of(job.id) == []
-    assert job.status.state.value == "CANCELLED"
-
-
 def test_functions_in_a_group(local_cluster, unique, tmp_path):
     (tmp_path / "both.py").write_text(
         "import nemo_run as run\nfrom nemo_run_ray import RayExecutor\n\n"
@@ -213,17 +186,3 @@ def test_functions_in_a_group(local_cluster, unique, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "group-0/0| word is first" in done.stdout + done.stderr
     assert "group-1/0| word is second" in done.stdout + done.stderr
-
-
-def test_a_group_goes_on_without_its_client_and_is_found_again(existing, unique, home):
-    job = submit(unique, existing, server(), client("sleep 2; echo $((6 * 7))"))
-    experiment_id = job.id.removesuffix(".group")
-
-    found = run.Experiment.from_id(experiment_id)
-    wait_for(lambda: str(found.status(return_dict=True)["group"]["status"]) == "SUCCEEDED")
-
-    shown = tool("nemo", "experiment", "logs", experiment_id, "0")
-    assert "client/0| 42" in shown.stdout + shown.stderr
-    again = tool("nemo-run-ray", "status", experiment_id).stdout
-    assert re.search(r"client/0 +ended +0 ", again), again
-    assert re.search(r"server/0 \(service\) +ended +0 ", again), again

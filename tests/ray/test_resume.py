@@ -1,7 +1,6 @@
 """What a user does after his script was killed between launches; and running again."""
 
 import os
-import re
 import signal
 
 import nemo_run as run
@@ -67,22 +66,6 @@ def all_succeeded(name: str) -> bool:
 
 def ran(folder) -> list[str]:
     return sorted((folder / "ran").read_text().split()) if (folder / "ran").exists() else []
-
-
-@pytest.mark.soak
-def test_all_jobs_that_never_arrived_are_handed_over_once(killed, tmp_path):
-    name = killed("mixed", "intent")
-    before = ran(tmp_path)
-
-    shown = resume(name)
-    assert "first: handed over" in shown
-    assert "second: handed over" in shown
-    assert re.search("here: .* on LocalExecutor, left as it is", shown)
-
-    wait_for(lambda: {"first", "second"} <= set(ran(tmp_path)))
-    assert ran(tmp_path) == sorted([*before, "first", "second"])
-    assert "left as it is" in resume(name)
-    (tmp_path / "go").touch()
 
 
 def test_a_chain_is_handed_over_once_and_together(killed, tmp_path):

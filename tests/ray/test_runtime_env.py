@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -89,16 +88,6 @@ def test_the_packages_of_uv(local_cluster, unique, wheel):
     text = ran(script, RayExecutor(runtime_env=uv(wheel)), unique)
     assert text.startswith("ran nrr_probe ")
     assert "/runtime_resources/uv/" in text
-
-
-def test_the_packages_of_a_partial(local_cluster, unique, wheel, monkeypatch):
-    """The caller has the module too: NeMo-Run imports what a Partial names."""
-    monkeypatch.syspath_prepend(str(wheel))
-    import nrr_probe
-
-    text = ran(run.Partial(nrr_probe.where), RayExecutor(runtime_env=pip(wheel)), unique)
-    assert "ran nrr_probe" in text
-    assert "/runtime_resources/pip/" in text
 
 
 @pytest.mark.soak
@@ -239,33 +228,6 @@ def test_packages_that_cannot_be_had(existing, unique):
     assert "Traceback (most recent call last)" in shown, "a job without output has Ray's log"
     (row,) = json.loads(tool("nemo-run-ray", "status", "--json", unique).stdout)
     assert row["message"] == status.message
-
-
-def test_the_lines_that_ray_and_we_add_are_shown_when_asked_for(existing, unique):
-    executor = RayExecutor(cluster=existing)
-    name = f"x{unique}"
-    assert ran(run.Script(inline="echo one; echo two"), executor, name) == "one\ntwo\n"
-    assert tool("nemo-run-ray", "logs", name).stdout == "one\ntwo\n"
-    raw = tool("nemo-run-ray", "logs", "--raw", name).stdout.splitlines()
-    words = f"-m nemo_run_ray_remote.start task job {name}"
-    assert any(words in line for line in raw if line.startswith("Running entrypoint"))
-    assert raw[-3:-1] == ["one", "two"]
-    assert raw[-1].startswith("nemo_run_ray| end ")
-
-
-@pytest.mark.soak
-def test_nemo_runs_tail_begins_with_the_tasks_output(local_cluster, unique, tmp_path):
-    program = (
-        "import nemo_run as run\nfrom nemo_run_ray import RayExecutor\n"
-        "task = run.Script(inline='echo one; echo two')\n"
-        f"run.run(task, executor=RayExecutor(), name='{unique}', tail_logs=True)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    tail = [line for line in done.stdout.splitlines() if f"{unique[-10:]}/0" in line]
-    assert [line.split()[-1] for line in tail] == ["one", "two"], done.stdout
 
 
 @pytest.fixture(scope="module", autouse=True)

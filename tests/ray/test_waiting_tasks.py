@@ -65,21 +65,6 @@ def test_more_than_is_free(jobs):
     assert "It waits since " in words
 
 
-def test_more_than_any_node_has_of_a_dispatchers_task(jobs):
-    job = jobs["too_large"]
-    assert job.record.dispatcher
-    assert not jobs["waits"].record.dispatcher
-    assert "the largest node has CPU 4, it asks for 16" in explained(job)
-    assert job.status.reason is Reason.UNSCHEDULABLE
-    assert "Ask for resources and labels" in job.status.message
-
-
-def test_a_label_that_no_node_has(jobs):
-    words = explained(jobs["no_label"])
-    assert words.startswith("It asks for CPU 1 on a node with gpu_kind=h100; no node can ever")
-    assert "no node has the label gpu_kind=h100; none has gpu_kind" in words
-
-
 def test_status_shows_it_for_people_and_programs(jobs):
     for job in jobs.values():
         if job.name != "holder":

@@ -9,7 +9,7 @@ import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -295,18 +295,6 @@ def test_the_job_archive(job_dir, tmp_path):
     assert not [data for data in found.values() if b"TOKEN: in clear" in data]
     assert from_json(found[f"{JOBS}/job/spec.json"].decode()).argv == ("true",)
     assert all(name.startswith(f"{JOBS}/") for name in found)
-
-
-def test_equal_jobs_have_equal_archives(job_dir, tmp_path):
-    absent = tmp_path / "absent"
-    plans = [_plan("true"), _plan("false", job="a")]
-    dirs = {"job": job_dir, "a": tmp_path}
-    one = job_archive(plans, dirs, absent)
-    for path in job_dir.rglob("*"):
-        os.utime(path, (1, 1))
-    renamed = [replace(planned, submission_id="other.x") for planned in reversed(plans)]
-    assert job_archive(renamed, dirs, absent).pack() == one.pack()
-    assert job_archive([_plan("true"), _plan("true", job="a")], dirs, absent).uri != one.uri
 
 
 # ---------------------------------------------------------------------- secrets

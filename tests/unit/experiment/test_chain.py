@@ -5,8 +5,8 @@ from typer.testing import CliRunner
 
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.experiment.dispatch import Snapshot
-from nemo_run_ray.remote.status import CLAIM_KEY, JobExit, JobState, JobStatus, Reason
-from tests.fake_ray import FAILS, GOES_ON, FakeRay
+from nemo_run_ray.remote.status import CLAIM_KEY, JobExit, JobStatus
+from tests.fake_ray import GOES_ON, FakeRay
 from tests.unit.experiment.conftest import Handed
 
 
@@ -19,29 +19,6 @@ def started_jobs(handed: Handed) -> list[str]:
     """What was started of it, without the dispatcher, in the order of the starts."""
     names = [one.removeprefix(f"{handed.id}.") for one in handed.ray.started]
     return [one for one in names if not one.startswith("dispatcher")]
-
-
-def test_a_failure_cancels_what_comes_after_it_and_nothing_else(ray, unique, tmp_path):
-    handed = Handed(
-        ray, unique, "fails", "next after fails", "last after next", "other", "end after other"
-    )
-    ray.fates[f"{handed.id}.fails"] = {**FAILS, "driver_exit_code": 3}
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
-    assert sorted(started_jobs(handed)) == ["end", "fails", "other"]
-    found = statuses(handed)
-    assert (found["fails"].state, found["fails"].reason) == (JobState.FAILED, Reason.EXIT_CODE)
-    for name, upstream in {
-        "next": "upstream fails failed",
-        "last": "upstream next was cancelled",
-    }.items():
-        assert (found[name].state, found[name].reason) == (JobState.CANCELLED, Reason.UPSTREAM)
-        assert found[name].detail == upstream
-    assert found["end"].state is JobState.SUCCEEDED
-
-    page = tmp_path / "f.html"
-    cli.timeline(handed.id, page)
-    for name in (handed.id, *found, "upstream fails failed"):
-        assert name in page.read_text(encoding="utf-8")
 
 
 def cancel(handed: Handed, *words: str) -> str:

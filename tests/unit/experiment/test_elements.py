@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 import zipfile
 from collections.abc import Iterator
 
@@ -69,17 +68,6 @@ def test_an_array_in_a_chain_is_tried_again_when_it_is_lost_and_not_when_element
     (dispatch,) = dispatches_of(registry.experiment_dir(experiment))
     (job,) = [planned for planned in dispatch.spec.jobs if planned.name == "array"]
     assert (job.retries, job.permanent_exit_codes) == (2, (8,))
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_an_array_is_no_task_of_a_group(ray, unique, is_first):
-    elements, other = array([run.Script(inline="true")]), run.Script(inline="true")
-    tasks = [elements, other] if is_first else [other, elements]
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        experiment.add(tasks, executor=RayExecutor(address=ray.url), name="job")
-        with pytest.raises(ConfigError, match="An array is a job of its own"):
-            experiment.run(detach=True)
-    assert ray.started == []
 
 
 def test_tasks_are_sent_with_their_names_commands_and_variables(ray, unique):
@@ -189,16 +177,6 @@ def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on
     thread.join()
     assert (driver.cancelled, driver.only_waiting) == ([[6, 7]], True)
     assert [(one.index, one.state) for one in found] == [(6, "running"), (7, "cancelled")]
-
-
-def test_many_elements_are_selected_quickly(job, driver):
-    states = [[index, index, ("waiting", "leased")[index % 2], 1, 0] for index in range(30_000)]
-    driver.tells(states)
-    began = time.process_time()
-    found = job.select_elements(",".join(map(str, range(29_999, 0, -2))))
-    assert len(found) == 15_000
-    assert {one.state for one in found} == {"running"}
-    assert time.process_time() - began < 6, "every element is looked at once"
 
 
 def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):

@@ -6,7 +6,7 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.remote.status import JobExit
 from tests.conftest import refused
-from tests.fake_ray import FAILS, FakeRay
+from tests.fake_ray import FakeRay
 from tests.unit.experiment.conftest import Handed
 
 
@@ -34,14 +34,6 @@ def test_all_jobs_of_the_experiment_must_have_succeeded(ray, unique, prep, by):
     assert f"{handed.id}.job" not in ray.started
     ray.pass_time(1.0)
     assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SUCCEEDED
-
-
-def test_one_that_failed_cancels_what_waits(ray, unique, prep):
-    ray.fates[f"{prep.id}.b"] = FAILS
-    handed = Handed(ray, unique, "job", dependencies=[f"{unique}-prep"])
-    ray.pass_time(2.0)
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
-    assert handed.states() == {"job": "CANCELLED"}
 
 
 def test_an_experiment_whose_jobs_cannot_be_read_here_is_refused(ray, unique, prep):

@@ -13,7 +13,6 @@ import pytest
 
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.errors import (
-    ConfigError,
     SubmissionError,
     Unreachable,
 )
@@ -119,19 +118,6 @@ def test_a_dependency_that_another_cluster_has(unique, existing, server, ray):
     assert f"{producer}, which another cluster has" in message
     assert existing.url in message
     assert "Nothing was started" in message
-
-
-def test_an_experiment_id_that_ran(unique, existing):
-    def again() -> None:
-        with run.Experiment(
-            unique, id=f"{unique}-1", executor=RayExecutor(cluster=existing)
-        ) as exp:
-            exp.add(TRUE, name="job")
-            exp.run(detach=True)
-
-    again()
-    with pytest.raises(ConfigError, match="has run already"):
-        again()
 
 
 def trusting(url: str, ca: str) -> ExistingCluster:
