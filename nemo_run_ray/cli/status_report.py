@@ -100,9 +100,9 @@ class StatusReport:
             for attempt, record in zip(row["attempts"], seen, strict=True):
                 attempt["running_at"] = record.running_at
                 if attempt["state"] == JobState.LOST.value:
-                    # Last seen by a look, or by the last line of the log that its cluster has kept.
+                    # The last line of the log that its cluster has kept.
                     moments = [path.stat().st_mtime for path in job.left_logs()]
-                    attempt["seen_at"] = max([*moments, record.seen_at or 0.0]) or None
+                    attempt["seen_at"] = max(moments, default=None)
 
         with ThreadPoolExecutor(8) as pool:  # each may ask for end records
             list(pool.map(complete, (job for job, _ in self.seen), self.rows))
@@ -219,9 +219,7 @@ def timeline_page(jobs: Sequence[RemoteJob], now: float) -> str:
     report = observe(jobs)
     report.complete()
     folder = jobs[0].record.exp_dir
-    records = store_of(folder).ledger.jobs().values()
-    began_at = min((record.intended_at for record in records), default=now)
-    return page(folder.name, report.rows, began_at, now)
+    return page(folder.name, report.rows, store_of(folder).ledger.began_at() or now, now)
 
 
 def since(row: Row, now: float) -> str:

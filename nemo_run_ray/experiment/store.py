@@ -200,6 +200,10 @@ class Ledger:
         """The record of one job; ``None`` when there is no such job."""
         return self.jobs().get(submission_id)
 
+    def began_at(self) -> float | None:
+        """When the first job was handed over, in seconds since the epoch."""
+        return min((record.intended_at for record in self.jobs().values()), default=None)
+
     def _forget(self, inode: int | None) -> None:
         self._inode, self._offset = inode, 0
         self._records: dict[str, JobRecord] = {}
