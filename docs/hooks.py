@@ -143,13 +143,13 @@ def states() -> str:
 
 def reasons() -> str:
     """The reasons of a state, and what to do."""
-    from nemo_run_ray.remote.status import NEXT_STEP, Reason
+    from nemo_run_ray.remote.status import Reason
 
     names = {"job": "NAME", "experiment": "NAME"}
     rows = [
         (
             reason.value,
-            NEXT_STEP[reason].format(**names) if reason in NEXT_STEP else "Nothing: it waits.",
+            reason.next_step.format(**names) or "Nothing: it waits.",
         )
         for reason in Reason
         if reason.value

@@ -324,10 +324,10 @@ class LocalCluster(Cluster):
                     f"{end_of_log(ray_log)}"
                 )
             try:
-                with self._client(state) as dashboard:
-                    if dashboard.alive_nodes():
-                        list(dashboard.table())
-                        return
+                dashboard = self._client(state)
+                if dashboard.alive_nodes():
+                    dashboard.table()
+                    return
             except UnknownAnswer:  # of another version of Ray, which is up
                 return
             except Unanswered:
@@ -408,8 +408,8 @@ class LocalCluster(Cluster):
         with self._usable():
             write_file((self._path / "state.json"), json.dumps(vars(state)))
 
-    def _client(self, state: LocalState) -> contextlib.closing[DashboardClient]:
-        return contextlib.closing(DashboardClient(state.url, self._token.read_text, _ANSWER_S))
+    def _client(self, state: LocalState) -> DashboardClient:
+        return DashboardClient(state.url, self._token.read_text, _ANSWER_S)
 
     def _credentials(self) -> dict[str, str]:
         """The variables by which Ray, and its programs, have the token."""
@@ -540,8 +540,7 @@ class LocalCluster(Cluster):
             state.users = [user for user in state.users if user[0] != pid and is_running(*user)]
             if not (state.users or state.keep or (state.detached and not is_idle)):
                 try:
-                    with self._client(state) as dashboard:
-                        jobs = list(dashboard.table())
+                    jobs = self._client(state).table()
                 except Unanswered as error:
                     what = f"It is not known whether jobs run on the embedded Ray ({error})"
                 else:

@@ -35,7 +35,7 @@ from nemo_run_ray.errors import (
     Unauthorised,
     Unreachable,
 )
-from nemo_run_ray.remote.dashboard import is_passing, last_line, retry_after_s
+from nemo_run_ray.remote.dashboard import is_passing, last_line
 
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
 #: works on before it answers.
@@ -278,7 +278,8 @@ class Http:
 
     def unanswered(self, response: httpx.Response, what: str) -> Unanswered:
         """The error for an answer that is none of Ray's, or says that Ray cannot answer now."""
-        after_s = retry_after_s(response.headers.get("retry-after"))
+        after = response.headers.get("retry-after", "")
+        after_s = float(after) if re.fullmatch(r"[0-9]{1,9}", after) else 0.0
         later = f"in {after_s:.0f} s" if after_s else "later"
         return Unanswered(
             f"{self.dashboard.url} answered {response.status_code} to {what}: "

@@ -36,7 +36,7 @@ from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, NemoRunRayError, PackagingFailed
 from nemo_run_ray.plan.job import REMOTE_PACKAGE, JobPlan
 from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, SECRETS, SPEC, links_out
-from nemo_run_ray.remote.spec import JobSpec
+from nemo_run_ray.remote.spec import JobSpec, to_json
 
 #: Zip knows no earlier day; a fixed one keeps equal contents equal.
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -209,7 +209,7 @@ def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Pa
     entries = [Entry(f"{JOBS}/__main__.py", main)] if main.exists() else []
     for planned in sorted(plans, key=lambda plan: plan.job):
         prefix = f"{JOBS}/{planned.spec_name}"
-        entries.append(Entry(f"{prefix}/{SPEC}", planned.spec.to_json().encode()))
+        entries.append(Entry(f"{prefix}/{SPEC}", to_json(planned.spec).encode()))
         for kind in ("configs", "scripts"):
             folder = job_dirs[planned.job] / kind
             wanted = lambda path: not path.name.endswith(_FOR_PEOPLE)  # noqa: E731

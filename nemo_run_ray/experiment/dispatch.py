@@ -57,6 +57,7 @@ from nemo_run_ray.remote.spec import (
     JobRows,
     from_json,
     nonce_of,
+    to_json,
 )
 from nemo_run_ray.remote.status import (
     CANCELLED,
@@ -241,7 +242,7 @@ class Dispatch:
             "secret_places": places,
         }
         write_file(self.folder / "dispatcher.json", json.dumps(start))
-        write_file(self.folder / "dispatch.json", spec.to_json())
+        write_file(self.folder / "dispatch.json", to_json(spec))
         self.spec = spec
 
     def look(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
@@ -388,7 +389,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
             f"The chain {dispatch.id} cannot be started again from {folder}: {error}. Copy the "
             "experiment's whole folder."
         ) from error
-    plan = spec.to_json().encode()
+    plan = to_json(spec).encode()
     digest = hashlib.sha256(plan).hexdigest()
     uploads = [Archive("The experiment's plan", [Entry(DISPATCH, plan)], digest)]
     waiting = [job for job in spec.jobs if not found.decision.statuses[job.name].state.is_terminal]

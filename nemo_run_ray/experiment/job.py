@@ -312,7 +312,7 @@ class RemoteJob:
                 if ask:
                     why = snapshot.once(
                         api,
-                        f"why {ask.key}",
+                        f"why {ask}",
                         lambda: why_waiting(ask, api.state.room(), snapshot.rows(api)),
                     )
             if why is not None:

@@ -27,6 +27,7 @@ from nemo_run_ray.errors import JobError
 from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
 from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
 from nemo_run_ray.remote.node.output import CUT
+from nemo_run_ray.remote.spec import read
 from nemo_run_ray.remote.status import Attempt, JobState, JobStatus, Reason
 
 log = logging.getLogger(__name__)
@@ -253,7 +254,7 @@ class Ledger:
             # Several processes look, and each knows what it has seen.
             seen = [AttemptRecord(**values) for values in event.get("attempts") or ()]
             attempts = merged(record.attempts, {one.submission_id: one for one in seen})
-            ended = JobStatus.from_json(event["status"]) if kind == TERMINAL else record.terminal
+            ended = read(JobStatus, event["status"]) if kind == TERMINAL else record.terminal
             record = replace(record, terminal=ended, attempts=attempts)
         elif kind in (SUBMITTED, UNSETTLED):
             record = replace(record, last=kind)

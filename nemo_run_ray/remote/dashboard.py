@@ -1,8 +1,6 @@
 """Requests to a dashboard from the cluster, and while a Ray starts: the standard library alone.
 
-The dispatcher runs beside the dashboard, perhaps for days, on a head that has other things to do.
-So there is one connection, every request has one deadline, and the job table is never in memory as
-objects at once.
+Every request has one deadline and a size limit.
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 from urllib.parse import quote, urlencode, urlsplit
 
-from .spec import JobRow, fits, job_row
+from .spec import JobRow, fits, job_rows
 
 #: Variable in every process of an embedded Ray: its folder.
 EMBEDDED = "NEMO_RUN_RAY_LOCAL"
@@ -41,8 +38,6 @@ LINES, ANSWER_S = 50, 3
 _LATER = {408, 425, 429}
 #: Ray's head answers with this text, and the status 500, when the agent of a node refuses a job.
 _AGENT_REFUSES = re.compile(r"\bRequest failed with status code (4\d\d)\b")
-#: Separators of the rows of a JSON list.
-_BETWEEN = re.compile(r"[\[,\s]*")
 _NODE = {"node_id": str, "node_ip": str, "state": str}
 _ASK_RAY = "from ray.dashboard.utils import ray_address_to_api_server_url as find;print(find(None))"
 
@@ -91,54 +86,33 @@ class DashboardClient:
         self.url = url
         self.token = token
         self._timeout_s = timeout_s
-        self._connection: Optional[http.client.HTTPConnection] = None
-
-    def close(self) -> None:
-        """Close the connection; the next request makes another one."""
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
 
     def session(self) -> str:
         """Ray's name of this start of the cluster."""
-        return str(self._object("/api/version").get("session_name", ""))
+        return str(self._read("/api/version", Dict[str, Any]).get("session_name", ""))
 
     def alive_nodes(self) -> List[Dict[str, Any]]:
         """Ray's rows of the living nodes, with ``node_id`` and ``node_ip``."""
-        answer = self._object("/api/v0/nodes?limit=10000")
         shape = {"data": {"result": {"result": [_NODE]}}}
-        if not fits(answer, shape):
-            raise UnknownAnswer(f"{self.url} gave a list of nodes that is not Ray's")
-        return [row for row in answer["data"]["result"]["result"] if row["state"] == "ALIVE"]
+        rows = self._read("/api/v0/nodes?limit=10000", shape)["data"]["result"]["result"]
+        return [row for row in rows if row["state"] == "ALIVE"]
 
-    def rows(self) -> Iterator[JobRow]:
-        """The job table, a row at a time.
+    def rows(self) -> List[JobRow]:
+        """The rows of the job table that are of submitted jobs.
 
         Raises:
             Unanswered: it cannot be read.
         """
-        try:
-            for value in self.table():
-                row = job_row(value)
-                if row is not None:
-                    yield row
-        except ValueError as error:
-            raise Unanswered(f"{self.url} gave a job table that cannot be read: {error}") from error
+        return job_rows(self.table())
 
-    def table(self) -> Iterator[Any]:
+    def table(self) -> List[Dict[str, Any]]:
         """The job table as Ray gives it, also with programs that were not submitted as jobs.
 
         Raises:
             Unanswered: it cannot be read.
         """
-        text = self._ask("GET", "/api/jobs/").decode(errors="replace")
-        decoder, position = json.JSONDecoder(), 0
-        try:
-            while text[(position := _skip(text, position))] != "]":  # Python 3.9 wants both
-                value, position = decoder.raw_decode(text, position)
-                yield value
-        except (ValueError, IndexError, RecursionError) as error:
-            raise Unanswered(f"{self.url} gave a job table that cannot be read: {error}") from error
+        table: List[Dict[str, Any]] = self._read("/api/jobs/", List[Dict[str, Any]])
+        return table
 
     def post(self, body: Dict[str, Any]) -> bool:
         """Ask for a job, and return whether Ray took it now. It may have it already.
@@ -148,21 +122,19 @@ class DashboardClient:
             RequestRefused: Ray does not take it.
         """
         status, text = self._send("POST", "/api/jobs/", json.dumps(body).encode())
-        if status == 200:
-            return True
-        if b"already exists" in text:
+        if b"already exists" in text and status != 200:
             return False
         # A token may be renewed, and what listens while the head restarts may know no jobs.
         if refuses_job(status, text.decode(errors="replace")) and status not in (401, 403, 404):
             raise RequestRefused(f"Ray refuses it: {last_line(text)} (HTTP {status})")
-        raise self._unanswered(status, "a new job", text)
+        self._check(status, "a new job", text)
+        return True
 
     def stop(self, submission_id: str) -> None:
         """Ask Ray to stop a job, which is harmless when it has ended."""
-        path = f"/api/jobs/{quote(submission_id, safe='')}/stop"
-        status, text = self._send("POST", path, b"")
-        if status != 200 and status != 404:
-            raise self._unanswered(status, "a stop", text)
+        status, text = self._send("POST", f"/api/jobs/{quote(submission_id, safe='')}/stop", b"")
+        if status != 404:
+            self._check(status, "a stop", text)
 
     def log_end(self, node: str, submission_id: str) -> Optional[str]:
         """The end of a job's log; ``None`` when it is not available now."""
@@ -174,68 +146,66 @@ class DashboardClient:
         return text.decode(errors="replace") if status == 200 and text else None
 
     def put_package(self, name: str, data: bytes) -> None:
-        self._ask("PUT", f"/api/packages/gcs/{quote(name)}", data)
+        status, text = self._send("PUT", f"/api/packages/gcs/{quote(name)}", data)
+        self._check(status, "an upload", text)
 
-    def _object(self, path: str) -> Dict[str, Any]:
+    def _read(self, path: str, kind: Any) -> Any:
+        """The answer to a GET, checked as ``spec.read`` does."""
+        status, text = self._send("GET", path)
+        self._check(status, f"GET {path}", text)
         try:
-            answer = json.loads(self._ask("GET", path))
+            answer = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise Unanswered(f"the answer of {self.url} is not Ray's") from error
-        if not isinstance(answer, dict):
-            raise Unanswered(f"the answer of {self.url} is not Ray's")
+            raise Unanswered(f"the answer of {self.url} cannot be read: {error}") from error
+        if not fits(answer, kind):
+            raise UnknownAnswer(f"the answer of {self.url} to {path} is not Ray's")
         return answer
 
-    def _ask(self, method: str, path: str, data: Optional[bytes] = None) -> bytes:
-        status, text = self._send(method, path, data)
+    def _check(self, status: int, what: str, text: bytes) -> None:
         if status != 200:
-            raise self._unanswered(status, f"{method} {path}", text)
-        return text
-
-    def _unanswered(self, status: int, what: str, text: bytes) -> Unanswered:
-        return Unanswered(f"{self.url} answered {status} to {what}: {last_line(text)}")
+            raise Unanswered(f"{self.url} answered {status} to {what}: {last_line(text)}")
 
     def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
-        try:
+        with suppress(OSError):  # then the cluster says that it wants a token
             token = self.token()
-        except OSError:
-            token = ""  # then the cluster says that it wants one
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
+            headers.update({"Authorization": f"Bearer {token}"} if token else {})
+        parts = urlsplit(self.url)
+        is_safe = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
         deadline = time.monotonic() + self._timeout_s
-        # The time limit of a socket begins anew with every byte.
-        timer = threading.Timer(self._timeout_s, self._cut)
-        timer.daemon = True
         try:
-            if self._connection is None:
-                self._connection = _connection(self.url, self._timeout_s)
+            connection = kind(parts.hostname or "", parts.port, timeout=self._timeout_s)
+            # The time limit of a socket begins anew with every byte.
+            timer = threading.Timer(self._timeout_s, _cut, [connection])
+            timer.daemon = True
             timer.start()
-            self._connection.request(method, urlsplit(self.url).path + path, data, headers)
-            answer = self._connection.getresponse()
-            content = bytearray()
-            # A single read would allocate the size limit at once on Python 3.9.
-            while len(content) <= ANSWER_MAX_BYTES and (piece := answer.read(_PIECE_BYTES)):
-                content += piece
+            try:
+                connection.request(method, parts.path + path, data, headers)
+                answer = connection.getresponse()
+                content = bytearray()
+                # A single read would allocate the size limit at once on Python 3.9.
+                while len(content) <= ANSWER_MAX_BYTES and (piece := answer.read(_PIECE_BYTES)):
+                    content += piece
+            finally:
+                timer.cancel()
+                connection.close()
             if len(content) > ANSWER_MAX_BYTES:
                 raise ValueError(f"the answer has more than {ANSWER_MAX_BYTES / 1024**2:.0f} MiB")
             if answer.length or time.monotonic() >= deadline:
                 raise http.client.IncompleteRead(bytes(content), answer.length)
             return answer.status, bytes(content)
         except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
-            self.close()
             is_late = time.monotonic() >= deadline
             cause = f"timed out after {self._timeout_s:g} s" if is_late else str(error)
             raise Unanswered(
                 f"{self.url} cannot be reached: {cause or type(error).__name__}"
             ) from error
-        finally:
-            timer.cancel()
 
-    def _cut(self) -> None:
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
-            with suppress(OSError):  # it has ended at this moment
-                connection.sock.shutdown(socket.SHUT_RDWR)
+
+def _cut(connection: http.client.HTTPConnection) -> None:
+    with suppress(OSError, AttributeError):  # it has ended by now
+        connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def candidates(given: Sequence[str]) -> Iterator[str]:
@@ -256,7 +226,12 @@ def candidates(given: Sequence[str]) -> Iterator[str]:
         f"http://{host}:{port}" for port in ports for host in (head, "127.0.0.1")
     )
     yield from given
-    yield from _ask_ray()
+    for python in ("python3", "python"):  # one that has ray; this takes a second or two
+        with suppress(OSError, subprocess.SubprocessError, IndexError):
+            words = [python, "-c", _ASK_RAY]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+            yield done.stdout.strip().splitlines()[-1]
+            return
 
 
 def own_dashboard() -> str:
@@ -265,21 +240,6 @@ def own_dashboard() -> str:
     An embedded Ray that a job has started inherits the variable of the cluster around it.
     """
     return "" if os.environ.get(EMBEDDED) else os.environ.get(DASHBOARD, "")
-
-
-def _ask_ray() -> Iterator[str]:
-    """The address as Ray knows it, by an interpreter that has ray; this takes a second or two."""
-    for python in ("python3", "python"):
-        try:
-            done = subprocess.run(
-                [python, "-c", _ASK_RAY], stdout=subprocess.PIPE, text=True, timeout=60
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        lines = done.stdout.strip().splitlines()
-        if done.returncode == 0 and lines:
-            yield lines[-1]
-            return
 
 
 def log_query(node: str, submission_id: str, lines: int) -> Dict[str, str]:
@@ -299,29 +259,6 @@ def refuses_job(status: int, text: str) -> bool:
     if inner:
         return not is_passing(int(inner[1]))
     return 400 <= status < 500 and not is_passing(status)
-
-
-def retry_after_s(header: Optional[str]) -> float:
-    """Seconds until a request may be repeated, by the header Retry-After: a number or a date."""
-    text = (header or "").strip()
-    if re.fullmatch(r"[0-9]{1,9}", text):
-        return float(text)
-    try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except (TypeError, ValueError, OverflowError):
-        return 0.0
-
-
-def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
-    is_safe = parts.scheme == "https"
-    kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
-    return kind(parts.hostname or "", parts.port, timeout=timeout_s)
-
-
-def _skip(text: str, position: int) -> int:
-    between = _BETWEEN.match(text, position)
-    return between.end() if between else position
 
 
 def last_line(text: bytes) -> str:

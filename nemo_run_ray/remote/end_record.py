@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
+import signal
 import time
+from contextlib import suppress
 from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
 from .spec import JobRow, lock_of_row, nonce_of, read
 
 #: Ray's errors that may hide an end.
-_ERRORS = {
-    "JOB_SUPERVISOR_ACTOR_START_FAILURE",
-    "JOB_SUPERVISOR_ACTOR_DIED",
-    "JOB_ENTRYPOINT_COMMAND_START_ERROR",
-}
+_START_ERROR = "JOB_ENTRYPOINT_COMMAND_START_ERROR"
+_ERRORS = {"JOB_SUPERVISOR_ACTOR_START_FAILURE", "JOB_SUPERVISOR_ACTOR_DIED", _START_ERROR}
 #: The call of Ray's supervisor that writes a state: not before the command has ended.
 RECORDS = "_job_info_client.put_status("
 #: Seconds until a node or a log without an answer is asked again, twice as long each time.
@@ -38,8 +36,6 @@ _AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
 #: Requests get a tenth of the time, each counts as 0.05 s at least, and after a pause twenty may be
 #: sent at once: a look must not wait for every node of a rack that is cut off.
 _COST_S, _PART, _RESERVE_S = 0.05, 0.1, 10.0
-#: An end record in a log, whatever submission wrote it.
-_LINE = re.compile(r"^nemo_run_ray\| end \w{8} (\{.*\})$", re.MULTILINE)
 
 
 class EndRecord(NamedTuple):
@@ -65,7 +61,7 @@ class EndRecord(NamedTuple):
 
     def line(self, nonce: str) -> str:
         """The last line of the log, with its end."""
-        return f"{end_mark(nonce)}{json.dumps(self._asdict())}\n"
+        return f"{end_mark(nonce)} {json.dumps(self._asdict())}\n"
 
 
 def end_mark(nonce: str) -> str:
@@ -73,29 +69,35 @@ def end_mark(nonce: str) -> str:
 
     The nonce keeps a command that prints such a line by chance from ending its own log.
     """
-    return f"nemo_run_ray| end {nonce[:8]} "
+    return f"nemo_run_ray| end {nonce[:8]}"
 
 
-def record_in(lines: Iterable[str], nonces: Iterable[str]) -> Optional[EndRecord]:
-    """The last record of these submissions in the lines of a log."""
-    marks = tuple(map(end_mark, nonces))
-    records = [_parsed(line.partition(" {")[2]) for line in lines if line.startswith(marks)]
-    return next((record for record in reversed(records) if record is not None), None)
+def record_in(
+    lines: Iterable[str], nonces: Iterable[str] = ("",), lock: Optional[str] = None
+) -> Optional[EndRecord]:
+    """The last record in the lines of a log.
+
+    Args:
+        lines: these.
+        nonces: of the submissions that may have written it; any submission if none is given.
+        lock: of the key that must have proven it.
+    """
+    marks, found = tuple(map(end_mark, nonces)), None
+    for line in lines:
+        if line.startswith(marks):
+            with suppress(ValueError, RecursionError):
+                record: EndRecord = read(EndRecord, json.loads("{" + line.partition(" {")[2]))
+                if lock is None or lock_of(record.proof) == lock:
+                    found = record
+    return found
 
 
-def any_record_in(text: str) -> Optional[EndRecord]:
-    """The last record in the end of a log, which explains Ray's row and decides nothing."""
-    records = [_parsed(line[1:]) for line in _LINE.findall(text)]
-    return next((record for record in reversed(records) if record is not None), None)
-
-
-def _parsed(text: str) -> Optional[EndRecord]:
-    """The record behind its first brace."""
-    try:
-        record: EndRecord = read(EndRecord, json.loads("{" + text))
-    except (ValueError, RecursionError):
-        return None
-    return record
+def describe_exit(code: int) -> str:
+    """The words ``exit code 3`` or ``killed by SIGSEGV (exit code 139)``."""
+    with suppress(ValueError):  # a program may exit with any number
+        name = signal.Signals(-code if code < 0 else code - 128).name
+        return f"killed by {name} (exit code {code})"
+    return f"exit code {code}"
 
 
 def proof_of(key: str, code: int) -> str:
@@ -142,13 +144,24 @@ class LostEnds:
     ) -> None:
         self._log_end = log_end
         self._clock = clock
-        self._ends: Dict[str, Dict[str, Any]] = {}  # found, by job and time of its end
+        self._ends: Dict[str, Dict[str, Any]] = {}  # by job and time of its end
         self._pauses: Dict[str, Tuple[float, float]] = {}  # of a node or a job: until, how long
         self._paid_until = -math.inf  # for all requests
 
     def restored(self, row: JobRow) -> JobRow:
-        """The row with the end that the job's log proves; the row itself when it proves none."""
-        if not _may_be_lost(row):
+        """The row with the end that the job's log proves; the row itself when it proves none.
+
+        A log is asked for only if a supervisor has died or could not write the end.
+        """
+        error = row.get("error_type")
+        if (
+            error not in _ERRORS
+            or row.get("status") != "FAILED"
+            or row.get("driver_exit_code") is not None
+            or not row.get("driver_node_id")
+            or not lock_of_row(row)
+            or (error == _START_ERROR and RECORDS not in str(row.get("message")))
+        ):
             return row
         name, node = str(row["submission_id"]), str(row["driver_node_id"])
         key = f"{name} {row.get('end_time')}"
@@ -172,31 +185,16 @@ class LostEnds:
         return restored
 
 
-def _may_be_lost(row: JobRow) -> bool:
-    error = row.get("error_type")
-    return (
-        error in _ERRORS
-        and row.get("status") == "FAILED"
-        and row.get("driver_exit_code") is None
-        and bool(row.get("driver_node_id"))
-        and bool(lock_of_row(row))
-        and (error != "JOB_ENTRYPOINT_COMMAND_START_ERROR" or RECORDS in str(row.get("message")))
-    )
-
-
 def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:
     """The fields of a row that the end of the job's log proves, as Ray would have written them.
 
     A cancelled job has no end of its own: a node that shuts down tells its processes to end, as Ray
     does for a cancelled job.
     """
-    lock = lock_of_row(row)
-    lines = [line for line in text.splitlines() if line.startswith(end_mark(nonce_of(row)))]
-    records = [_parsed(line.partition(" {")[2]) for line in lines]
-    proven = [record for record in records if record is not None and lock_of(record.proof) == lock]
-    if not proven or proven[-1].cause in ("", "CANCELLED"):
+    proven = record_in(text.splitlines(), [nonce_of(row)], lock_of_row(row))
+    if proven is None or proven.cause in ("", "CANCELLED"):
         return None
-    code = int(proven[-1].proof.partition(".")[0])
+    code = int(proven.proof.partition(".")[0])
     if code == 0:
         return {
             "status": "SUCCEEDED",

@@ -6,16 +6,7 @@ Ray places; this only explains. It is used for groups, arrays, the status of a t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import (
-    Any,
-    Hashable,
-    Iterable,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 #: Ray counts in steps of 0.0001.
 TOLERANCE = 1e-5
@@ -63,18 +54,12 @@ class ResourceRequest:
     selector: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        if not self.selector:
-            return amounts_text(self.resources)
-        what = amounts_text(self.resources) if self.resources else "a place"
-        return f"{what} on a node with {_labels(self.selector)}"
+        where = f" on a node with {_labels(self.selector)}" if self.selector else ""
+        what = amounts_text(self.resources) if self.resources or not where else "a place"
+        return f"{what}{where}"
 
     def __bool__(self) -> bool:
         return bool(self.resources or self.selector)
-
-    @property
-    def key(self) -> Hashable:
-        """A key that is equal for equal requests."""
-        return tuple(sorted(self.resources.items())), tuple(sorted(self.selector.items()))
 
 
 def request_of(reservation: Mapping[str, Any]) -> ResourceRequest:
@@ -130,23 +115,15 @@ def slots(available: Mapping[str, float], need: Mapping[str, float]) -> int:
     )
 
 
-def hosts(request: ResourceRequest, nodes: Sequence[Node]) -> List[Node]:
-    """The nodes that can take it when they are idle."""
-    return [
-        node
-        for node in labelled(request.selector, nodes)
-        if fits(request.resources, node.resources)
-    ]
-
-
 def labelled(selector: Mapping[str, str], nodes: Sequence[Node]) -> List[Node]:
     """The nodes with such labels."""
     return [node for node in nodes if matches(selector, node.labels)]
 
 
-def has_room(request: ResourceRequest, node: Node) -> bool:
-    """Whether a node can take it now; not so when it does not say what is free."""
-    return node.free is not None and not scarce(request, node)
+def hosts(request: ResourceRequest, nodes: Sequence[Node]) -> List[Node]:
+    """The nodes that can take it when they are idle."""
+    able = labelled(request.selector, nodes)
+    return [node for node in able if fits(request.resources, node.resources)]
 
 
 def scarce(request: ResourceRequest, node: Node) -> List[str]:
@@ -155,16 +132,18 @@ def scarce(request: ResourceRequest, node: Node) -> List[str]:
     return [name for name, amount in request.resources.items() if not fits({name: amount}, free)]
 
 
+def has_room(request: ResourceRequest, node: Node) -> bool:
+    """Whether a node can take it now; not so when it does not say what is free."""
+    return node.free is not None and not scarce(request, node)
+
+
 def best(request: ResourceRequest, nodes: Sequence[Node]) -> Optional[Node]:
     """The node that lacks least now, among those that can take it when idle."""
 
     def lacks(node: Node) -> Tuple[float, str]:
-        free = node.free or {}
-        missing = [
-            max(0.0, amount - free.get(name, 0.0)) / amount
-            for name, amount in request.resources.items()
-        ]
-        return sum(missing), node.node_id
+        free, asked = node.free or {}, request.resources.items()
+        parts = [max(0.0, amount - free.get(name, 0.0)) / amount for name, amount in asked]
+        return sum(parts), node.node_id
 
     return min(hosts(request, nodes), key=lacks, default=None)
 
@@ -175,12 +154,18 @@ def why_not(request: ResourceRequest, nodes: Sequence[Node]) -> str:
         return ""
     if not nodes:
         return "the cluster has no living node"
-    found = labelled(request.selector, nodes)
-    if not found:
-        return _why_no_label(request.selector, nodes)
-    scope = f" with {_labels(request.selector)}" if request.selector else ""
+    able, shown = labelled(request.selector, nodes), _labels(request.selector)
+    for name, value in request.selector.items():
+        if not labelled({name: value}, nodes):
+            values = sorted({node.labels[name] for node in nodes if name in node.labels})
+            others = ", ".join(values[:_VALUES_MAX]) + (" …" if len(values) > _VALUES_MAX else "")
+            have = f"; the nodes have {name}={others}" if values else f"; none has {name}"
+            return f"no node has the label {_labels({name: value})}{have}"
+    if not able:
+        return f"no node has all of the labels {shown}"
+    scope = f" with {shown}" if shown else ""
     for name, amount in request.resources.items():
-        most = max(node.resources.get(name, 0.0) for node in found)
+        most = max(node.resources.get(name, 0.0) for node in able)
         if not fits({name: amount}, {name: most}):
             asked = amount_text(name, amount)
             if not most:
@@ -195,39 +180,23 @@ def free_text(request: ResourceRequest, node: Node) -> str:
     texts = []
     for name in sorted(request.resources):
         total = amount_text(name, node.resources.get(name, 0.0))
-        if node.free is None:
-            texts.append(f"{name} {total}")
-            continue
-        texts.append(f"{name} {amount_text(name, node.free.get(name, 0.0))} of {total} free")
+        free = "" if node.free is None else amount_text(name, node.free.get(name, 0.0))
+        texts.append(f"{name} {free} of {total} free" if free else f"{name} {total}")
     return ", ".join(texts)
 
 
-def label_text(name: str, value: str) -> str:
-    """A label, or what a selector wants of it, for people."""
-    return f"{name}: {value}" if value.startswith(("!", "in(")) else f"{name}={value}"
-
-
-def _why_no_label(selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    for name, value in selector.items():
-        if labelled({name: value}, nodes):
-            continue
-        values = sorted({node.labels[name] for node in nodes if name in node.labels})
-        shown = ", ".join(values[:_VALUES_MAX]) + (" …" if len(values) > _VALUES_MAX else "")
-        there = f"; the nodes have {name}={shown}" if values else f"; none has {name}"
-        return f"no node has the label {label_text(name, value)}{there}"
-    return f"no node has all of the labels {_labels(selector)}"
-
-
 def _labels(selector: Mapping[str, str]) -> str:
-    return ", ".join(label_text(name, value) for name, value in sorted(selector.items()))
+    """Labels, or what a selector wants of them, for people."""
+    return ", ".join(
+        f"{name}: {value}" if value.startswith(("!", "in(")) else f"{name}={value}"
+        for name, value in sorted(selector.items())
+    )
 
 
 def amounts_text(resources: Mapping[str, float]) -> str:
     """Amounts of resources for people: ``CPU 2, memory 1.00 GiB``."""
-    shown: List[Tuple[str, str]] = [
-        (key, amount_text(key, amount)) for key, amount in sorted(resources.items())
-    ]
-    return ", ".join(f"{key} {amount}" for key, amount in shown) or "nothing"
+    shown = [f"{name} {amount_text(name, resources[name])}" for name in sorted(resources)]
+    return ", ".join(shown) or "nothing"
 
 
 def amount_text(key: str, amount: float) -> str:

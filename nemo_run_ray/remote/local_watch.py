@@ -6,13 +6,14 @@ another process, which it starts, stops the Ray.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from typing import Any, List, Optional
+from contextlib import suppress
+from pathlib import Path
+from typing import Optional
 
 from .dashboard import DashboardClient, Unanswered
 
@@ -33,29 +34,31 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
         root: its own folder, by which it differs from a later one.
         idle_timeout_s: seconds without a user and a job.
     """
-    rows: Optional[List[Any]] = None
+    rows = None
     used_at = time.monotonic()
     while True:
         time.sleep(min(idle_timeout_s / 10, _LOOK_MAX_S))
         try:
-            with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
-                state = json.load(file)
+            state = json.loads(Path(folder, "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
         if state["root"] != root or not is_running(state["pid"], state["born"]):
             return
-        before, is_used = rows, state["keep"] or any(is_running(*user) for user in state["users"])
+        is_used = state["keep"] or any(is_running(*user) for user in state["users"])
         if not is_used:
-            rows = _jobs(folder, state["url"])
-        # A job has run since the last look if the table has changed.
-        is_busy = rows is None or rows != before or any(r.get("status") not in _ENDED for r in rows)
-        if is_used or is_busy:
+            before, rows = rows, None
+            with suppress(OSError, Unanswered):
+                rows = DashboardClient(state["url"], Path(folder, "token").read_text).table()
+            # A job has run since the last look if the table has changed.
+            is_used = rows is None or rows != before
+            is_used = is_used or any(row.get("status") not in _ENDED for row in rows or ())
+        if is_used:
             used_at = time.monotonic()
         elif time.monotonic() - used_at >= idle_timeout_s:
-            parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
             # Processes that have the variable with the Ray's folder are ended with the Ray.
             env = {name: value for name, value in os.environ.items() if value != root}
-            subprocess.run([sys.executable, "-c", _STOP, parent, folder], env=env, check=False)
+            package = str(Path(__file__).resolve().parents[2])
+            subprocess.run([sys.executable, "-c", _STOP, package, folder], env=env, check=False)
             used_at = time.monotonic()  # somebody came meanwhile
 
 
@@ -78,14 +81,3 @@ def process_identity(pid: int) -> Optional[str]:
 def is_running(pid: int, born: Optional[str]) -> bool:
     """Whether the process of that pid is the one with that identity."""
     return born is not None and born == process_identity(pid)
-
-
-def _jobs(folder: str, url: str) -> Optional[List[Any]]:
-    """The rows of the job table; ``None`` without an answer."""
-    try:
-        with open(os.path.join(folder, "token"), encoding="ascii") as file:
-            token = file.read().strip()
-        with contextlib.closing(DashboardClient(url, lambda: token)) as dashboard:
-            return list(dashboard.table())
-    except (OSError, Unanswered):
-        return None

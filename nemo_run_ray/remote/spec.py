@@ -8,6 +8,7 @@ took a sixth of the time from Ray's shell to the command. So ``_replace`` makes 
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import json
 import re
@@ -16,7 +17,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, T
 
 #: Raised when a field changes its meaning. The client sends the remote half along, so it only
 #: differs when a user mixes archives by hand.
-VERSION = 2
+VERSION = 3
 #: Environment variable of a group's driver: the code archive of each role, when there are several.
 CODE = "NEMO_RUN_RAY_CODE"
 #: Port of a role's first replica on which its processes find each other; not the user's.
@@ -59,9 +60,6 @@ class JobSpec(NamedTuple):
     secrets: Tuple[str, ...] = ()
     login_shell: bool = False
     startup: Tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        return _dump("task", self)
 
 
 class ProbeSpec(NamedTuple):
@@ -121,9 +119,6 @@ class RoleSpec(NamedTuple):
     runtime_env: Dict[str, Any] = _EMPTY
     spread: str = ""
 
-    def to_json(self) -> str:
-        return _dump("role", self)
-
 
 class GroupSpec(NamedTuple):
     """Roles that are placed together, all or none.
@@ -151,9 +146,6 @@ class GroupSpec(NamedTuple):
     def grace_s(self) -> float:
         """Seconds that ending the group may take: those of its slowest role."""
         return max(role.task.grace_s for role in self.roles)
-
-    def to_json(self) -> str:
-        return _dump("group", self)
 
 
 class ArraySpec(NamedTuple):
@@ -193,9 +185,6 @@ class ArraySpec(NamedTuple):
     def grace_s(self) -> float:
         """Seconds that ending an element may take."""
         return self.host.task.grace_s
-
-    def to_json(self) -> str:
-        return _dump("array", self)
 
 
 class OutsideSpec(NamedTuple):
@@ -285,51 +274,40 @@ class DispatchSpec(NamedTuple):
         names = {name for upstream in outside for name in (upstream.id, upstream.dispatcher)}
         return {self.id, self.cancel_id, *(job.id for job in self.jobs), *names}
 
-    def to_json(self) -> str:
-        return _dump("dispatch", self)
+
+_KINDS: Dict[str, Any] = {
+    kind.__name__: kind for kind in (JobSpec, RoleSpec, GroupSpec, ArraySpec, DispatchSpec)
+}
+
+
+def to_json(spec: _AnySpec) -> str:
+    """A spec as text, equal for equal specs."""
+    values = {"version": VERSION, "kind": type(spec).__name__, **_plain(spec)}
+    return json.dumps(values, indent=1, sort_keys=True)
 
 
 def from_json(text: str) -> _AnySpec:
-    """Inverse of every ``to_json``.
+    """Inverse of ``to_json``.
 
     Raises:
         ValueError: the text is of another version or has unknown fields.
     """
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise ValueError(f"a spec is a JSON object, and this is a {type(values).__name__}")
-    version, kind = values.pop("version", None), values.pop("kind", None)
-    kinds = {
-        "task": JobSpec,
-        "role": RoleSpec,
-        "group": GroupSpec,
-        "array": ArraySpec,
-        "dispatch": DispatchSpec,
-    }
-    if version != VERSION or kind not in kinds:
+    values = read({"version": object, "kind": object}, json.loads(text))
+    version, kind = values.pop("version"), values.pop("kind")
+    if version != VERSION or kind not in _KINDS:
         raise ValueError(
-            f"{kind!r} spec of version {version!r}; this code reads {sorted(kinds)} of version "
+            f"{kind!r} spec of version {version!r}; this code reads {sorted(_KINDS)} of version "
             f"{VERSION}"
         )
-    spec: _AnySpec = read(kinds[kind], values)
+    spec: _AnySpec = read(_KINDS[kind], values)
     return spec
-
-
-def _dump(kind: str, spec: Any) -> str:
-    values = {"version": VERSION, "kind": kind, **_plain(spec)}
-    return json.dumps(values, indent=1, sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
     """A spec, or what is in one, as JSON has it: with names, where a tuple has places."""
-    if _is_spec(type(value)):
+    if hasattr(value, "_asdict"):
         return {name: _plain(entry) for name, entry in value._asdict().items()}
     return [_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value
-
-
-def _is_spec(kind: Any) -> bool:
-    """Whether it is one of this module's classes; other named tuples are tuples."""
-    return hasattr(kind, "_fields") and kind.__module__ == __name__
 
 
 def read(kind: Any, value: Any) -> Any:
@@ -348,48 +326,40 @@ def read(kind: Any, value: Any) -> Any:
         for each in kinds:
             with contextlib.suppress(ValueError):
                 return read(each, value)
-    elif origin in (list, tuple):
-        if isinstance(value, list):
-            if origin is list or ... in kinds:
-                kinds = kinds[:1] * len(value)
-            if len(kinds) == len(value):
-                return origin(map(read, kinds, value))
-    elif origin is not None:  # an object with any keys
-        if isinstance(value, dict):
-            return {name: read(kinds[1], each) for name, each in value.items()}
-    elif isinstance(kind, list):
-        if isinstance(value, list):
-            return [read(kind[0], each) for each in value]
-    elif isinstance(kind, dict):
-        if isinstance(value, dict):
-            return {**value, **{name: read(each, value.get(name)) for name, each in kind.items()}}
-    elif kind is float:
-        if type(value) in (int, float) and abs(value) < _NUMBER_MAX:  # no NaN
-            return value
-    elif kind is int:
-        if type(value) is int and abs(value) < 2**63:
-            return value
+    elif origin in (list, tuple) and isinstance(value, list):
+        if origin is list or ... in kinds:
+            kinds = kinds[:1] * len(value)
+        if len(kinds) == len(value):
+            return origin(map(read, kinds, value))
+    elif isinstance(kind, list) and isinstance(value, list):
+        return [read(kind[0], each) for each in value]
+    elif isinstance(value, dict) and origin in (dict, collections.abc.Mapping):
+        return {name: read(kinds[1], each) for name, each in value.items()}
+    elif isinstance(value, dict) and isinstance(kind, dict):
+        return {**value, **{name: read(each, value.get(name)) for name, each in kind.items()}}
+    elif isinstance(value, dict) and hasattr(kind, "__annotations__"):
+        return _made(kind, value)
     elif hasattr(kind, "__members__"):  # an enumeration
         return kind(value)
-    elif hasattr(kind, "__annotations__"):
-        if isinstance(value, dict):
-            return _made(kind, value)
-    elif isinstance(value, kind):
+    elif kind in (int, float):
+        is_number = type(value) is int or (kind is float and type(value) is float)
+        if is_number and abs(value) < (2**63 if kind is int else _NUMBER_MAX):  # no NaN
+            return value
+    elif kind in (str, bool, dict, type(None)) and isinstance(value, kind):
         return value
     raise ValueError(f"expected is {getattr(kind, '__name__', kind)}, and this is {value!r:.80}")
 
 
 def _made(kind: Any, values: Dict[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
-    unknown = set(values) - set(hints)
-    missing: Set[str] = set()
     if hasattr(kind, "__required_keys__"):  # rows, perhaps of a program of another version
-        values = {name: each for name, each in values.items() if name in hints}
-        unknown, missing = missing, set(kind.__required_keys__) - set(values)
-    if unknown or missing:
-        raise ValueError(
-            f"{kind.__name__} with unknown fields {sorted(unknown)} or without {sorted(missing)}"
-        )
+        values = {name: values[name] for name in hints if name in values}
+        missing = set(kind.__required_keys__) - set(values)
+        if missing:
+            raise ValueError(f"{kind.__name__} without {sorted(missing)}")
+    unknown = set(values) - set(hints)
+    if unknown:
+        raise ValueError(f"{kind.__name__} with unknown fields {sorted(unknown)}")
     try:
         return kind(**{name: read(hints[name], each) for name, each in values.items()})
     except TypeError as error:
@@ -454,17 +424,15 @@ def job_row(value: Any) -> Optional[JobRow]:
     Raises:
         ValueError: it is no row at all.
     """
-    if not isinstance(value, dict):
-        raise ValueError("a row of the job table is no object")
-    row = {
-        name: value[name]
-        for name, kind in _JOB.items()
-        if value.get(name) is not None and fits(value[name], kind)
+    row: Any = {
+        name: each
+        for name, each in read(Dict[str, Any], value).items()
+        if name in _JOB and each is not None and fits(each, _JOB[name])
     }
     for name in ("start_time", "end_time"):
         if not 0 <= row.get(name, 0) <= _TIME_MAX_MS:
             del row[name]
-    return row if row.get("submission_id") else None  # type: ignore[return-value]
+    return row if row.get("submission_id") else None
 
 
 def job_rows(values: Any) -> List[JobRow]:
@@ -473,9 +441,7 @@ def job_rows(values: Any) -> List[JobRow]:
     Raises:
         ValueError: it is no job table.
     """
-    if not isinstance(values, list):
-        raise ValueError("the job table is no list")
-    return [row for row in map(job_row, values) if row is not None]
+    return [row for row in map(job_row, read(List[Any], values)) if row is not None]
 
 
 def rows_in(jobs_json: str) -> JobRows:

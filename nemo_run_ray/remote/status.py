@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 from dataclasses import asdict, dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
-from .end_record import RECORDS, any_record_in
-from .spec import NONCE_KEY, JobRow, nonce_of, read
+from .end_record import RECORDS, describe_exit, record_in
+from .spec import NONCE_KEY, JobRow, nonce_of
 
 
 class JobState(str, Enum):
@@ -42,47 +41,109 @@ class JobState(str, Enum):
 _TERMINAL = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST}
 
 
+_CORRECT = "Correct what the message names and run it again."
+
+
 class Reason(str, Enum):
-    """The reason of a job's state. The value is printed."""
+    """The reason of a job's state. The value is printed.
+
+    Attributes:
+        next_step: what a user can do; what is in braces the client knows. Empty where nothing went
+            wrong, as for a job that waits for its turn.
+    """
+
+    next_step: str
+
+    def __new__(cls, value: str, next_step: str = "") -> Reason:
+        reason = str.__new__(cls, value)
+        reason._value_, reason.next_step = value, next_step
+        return reason
 
     NONE = ""
-    EXIT_CODE = "exit code"
-    SIGNAL = "killed by a signal"
-    RUNTIME_ENV = "the runtime environment could not be built"
-    START_TIMEOUT = "not started in time"
-    NOT_PLACED = "not placed in time"
-    UNSCHEDULABLE = "no node can ever take it"
-    NODE_DIED = "its node or its supervisor died"
-    ALLOCATION = "its allocation ended"
-    NOT_STARTED = "its command could not be started"
-    NO_PROGRAM = "a program is missing on its node"
-    NO_MODULE = "a module cannot be imported on its node"
-    REFUSED = "its request was refused"
-    UNRECORDED = "Ray could not record how it ended"
-    NOT_READY = "a service was not ready in time"
-    SERVICE_ENDED = "a service ended before the primaries"
-    CANCELLED = "cancelled"
-    UPSTREAM = "upstream"
+    EXIT_CODE = "exit code", "Its whole log: `nemo-run-ray logs {job}`."
+    SIGNAL = "killed by a signal", "Its whole log: `nemo-run-ray logs {job}`."
+    RUNTIME_ENV = (
+        "the runtime environment could not be built",
+        "Correct `runtime_env`. Ray's own message, with its traceback, is in the job's log.",
+    )
+    START_TIMEOUT = (
+        "not started in time",
+        "Ask for less, or raise RAY_JOB_START_TIMEOUT_SECONDS on the cluster.",
+    )
+    NOT_PLACED = "not placed in time", "Ask for less, or raise RayExecutor.pending_timeout_s."
+    UNSCHEDULABLE = (
+        "no node can ever take it",
+        "Ask for resources and labels that nodes of this cluster have, or add such nodes: a task "
+        "waits for them, a group does with RayExecutor(wait_for_nodes=True).",
+    )
+    NODE_DIED = (
+        "its node or its supervisor died",
+        "Look at the cluster's nodes in Ray's dashboard, then run it again.",
+    )
+    ALLOCATION = (
+        "its allocation ended",
+        "Run it again; `retries` lets it go on where the cluster is renewed.",
+    )
+    NOT_STARTED = "its command could not be started", _CORRECT
+    NO_PROGRAM = (
+        "a program is missing on its node",
+        "Install it in the node's image, or name one that is there.",
+    )
+    NO_MODULE = (
+        "a module cannot be imported on its node",
+        "Let the executor's `packager` send it, install it in the node's image, or give it in "
+        "`runtime_env`.",
+    )
+    REFUSED = "its request was refused", _CORRECT
+    UNRECORDED = (
+        "Ray could not record how it ended",
+        "Look at the last lines of `nemo-run-ray logs {job}`, and run it again.",
+    )
+    NOT_READY = (
+        "a service was not ready in time",
+        "Look at the service's lines in the log, or raise the probe's timeout_s.",
+    )
+    SERVICE_ENDED = (
+        "a service ended before the primaries",
+        "Look at the service's lines in the log; `retries` starts it again.",
+    )
+    CANCELLED = "cancelled", "Run it again when you want it."
+    UPSTREAM = "upstream", "Correct what it depends on and run the experiment again."
     WAITS = "waits for upstream jobs"
     TURN = "waits for its turn"
-    RETRY = "waits for its next attempt"
-    UNDISPATCHED = "its dispatcher is not at work"
+    RETRY = "waits for its next attempt", "Nothing needs to be done: it is started again by itself."
+    UNDISPATCHED = (
+        "its dispatcher is not at work",
+        "`nemo-run-ray resume {experiment}` starts it again, and so does a client that waits.",
+    )
     ROOM = "waits for room"
     BUILDING = "its runtime environment is being built"
-    REBUILDING = "its runtime environment failed to build, Ray tries again"
-    NOT_SUBMITTED = "never reached the cluster"
-    TAKEN = "its id belongs to another run's job"
-    CLUSTER_GONE = "its cluster is gone"
-    UNREACHABLE = "its cluster cannot be reached"
-    OTHER = "see Ray's message"
+    REBUILDING = (
+        "its runtime environment failed to build, Ray tries again",
+        "Wait for it if the network was the cause; else cancel the job and correct `runtime_env`.",
+    )
+    NOT_SUBMITTED = (
+        "never reached the cluster",
+        "`nemo-run-ray resume {experiment}` hands it over now.",
+    )
+    TAKEN = (
+        "its id belongs to another run's job",
+        "Give the experiment another id or title and run it again.",
+    )
+    CLUSTER_GONE = (
+        "its cluster is gone",
+        "Run it again: what it had written to other places is still there.",
+    )
+    UNREACHABLE = (
+        "its cluster cannot be reached",
+        "Nothing is lost while the cluster lives: look again when it answers.",
+    )
+    OTHER = "see Ray's message", "Ray's message above is all that is known."
 
     @property
     def is_trouble(self) -> bool:
         """Whether something went wrong; waiting for a turn is no trouble."""
-        return self not in _CALM
-
-
-_CALM = {Reason.NONE, Reason.WAITS, Reason.TURN, Reason.ROOM, Reason.BUILDING}
+        return bool(self.next_step)
 
 
 class Phase(str, Enum):
@@ -147,51 +208,6 @@ FROM_RAY_ERROR = {
     "NEMO_RUN_RAY_ALLOCATION_ENDED": Reason.ALLOCATION,  # of ``carried_over.py``
 }
 
-#: Causes in an end record that say more than the exit code.
-_CAUSES = {
-    Reason.UNSCHEDULABLE,
-    Reason.NOT_PLACED,
-    Reason.NOT_STARTED,
-    Reason.RUNTIME_ENV,
-    Reason.NOT_READY,
-    Reason.SERVICE_ENDED,
-    Reason.NODE_DIED,
-}
-
-#: One next step for every reason that has one, in words; what is in braces the client knows.
-NEXT_STEP = {
-    Reason.EXIT_CODE: "Its whole log: `nemo-run-ray logs {job}`.",
-    Reason.SIGNAL: "Its whole log: `nemo-run-ray logs {job}`.",
-    Reason.RUNTIME_ENV: "Correct `runtime_env`. Ray's own message, with its traceback, is in the "
-    "job's log.",
-    Reason.REBUILDING: "Wait for it if the network was the cause; else cancel the job and correct "
-    "`runtime_env`.",
-    Reason.START_TIMEOUT: "Ask for less, or raise RAY_JOB_START_TIMEOUT_SECONDS on the cluster.",
-    Reason.NOT_PLACED: "Ask for less, or raise RayExecutor.pending_timeout_s.",
-    Reason.UNSCHEDULABLE: "Ask for resources and labels that nodes of this cluster have, or add "
-    "such nodes: a task waits for them, a group does with RayExecutor(wait_for_nodes=True).",
-    Reason.NODE_DIED: "Look at the cluster's nodes in Ray's dashboard, then run it again.",
-    Reason.ALLOCATION: "Run it again; `retries` lets it go on where the cluster is renewed.",
-    Reason.NOT_STARTED: "Correct what the message names and run it again.",
-    Reason.NO_PROGRAM: "Install it in the node's image, or name one that is there.",
-    Reason.NO_MODULE: "Let the executor's `packager` send it, install it in the node's image, or "
-    "give it in `runtime_env`.",
-    Reason.REFUSED: "Correct what the message names and run it again.",
-    Reason.UNRECORDED: "Look at the last lines of `nemo-run-ray logs {job}`, and run it again.",
-    Reason.NOT_READY: "Look at the service's lines in the log, or raise the probe's timeout_s.",
-    Reason.SERVICE_ENDED: "Look at the service's lines in the log; `retries` starts it again.",
-    Reason.CANCELLED: "Run it again when you want it.",
-    Reason.UPSTREAM: "Correct what it depends on and run the experiment again.",
-    Reason.RETRY: "Nothing needs to be done: it is started again by itself.",
-    Reason.UNDISPATCHED: "`nemo-run-ray resume {experiment}` starts it again, and so does a client "
-    "that waits.",
-    Reason.NOT_SUBMITTED: "`nemo-run-ray resume {experiment}` hands it over now.",
-    Reason.TAKEN: "Give the experiment another id or title and run it again.",
-    Reason.CLUSTER_GONE: "Run it again: what it had written to other places is still there.",
-    Reason.UNREACHABLE: "Nothing is lost while the cluster lives: look again when it answers.",
-    Reason.OTHER: "Ray's message above is all that is known.",
-}
-
 #: Ray's message about a job whose supervisor it does not find and no longer waits for.
 _NO_SUPERVISOR = "failed to get job supervisor"
 #: Python's words for what is missing, in a traceback or behind one.
@@ -239,19 +255,13 @@ class JobStatus:
             "job": shlex.quote(self.job) if self.job else "<its id>",
             "experiment": shlex.quote(self.experiment) if self.experiment else "<its experiment>",
         }
-        next_step = NEXT_STEP.get(self.reason, "").format(**names)
+        next_step = self.reason.next_step.format(**names)
         return f"{self.detail or self.reason.value}{tail}\n{next_step}".strip()
 
     def to_json(self) -> dict[str, Any]:
         """The status as it is written down when it is the last one."""
         left_out = ("waits_for", "job", "experiment")
         return {name: each for name, each in asdict(self).items() if name not in left_out}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> JobStatus:
-        """Inverse of ``to_json``."""
-        status: JobStatus = read(JobStatus, values)
-        return status
 
 
 def state_of_row(row: JobRow) -> JobState:
@@ -272,20 +282,6 @@ def is_running(row: JobRow) -> bool:
 def is_active(row: JobRow) -> bool:
     """Whether the job of a row runs or may start."""
     return is_pending(row) or is_running(row)
-
-
-def _reason(error: str, node: str, message: str) -> Reason:
-    """The reason why a job failed by itself, or never ran its command."""
-    if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
-        return Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
-    if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and _NO_SUPERVISOR in message:
-        return Reason.START_TIMEOUT  # as a second monitor writes it, see ``end_record.py``
-    if error == "JOB_ENTRYPOINT_COMMAND_START_ERROR" and RECORDS in message:
-        return Reason.UNRECORDED
-    reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
-    if reason is Reason.UNSCHEDULABLE and NO_WORKER in message:
-        return Reason.RUNTIME_ENV  # Ray had a node for it
-    return _of_start(message.rpartition("\n")[2]) if reason is Reason.NOT_STARTED else reason
 
 
 def _of_start(text: str) -> Reason:
@@ -313,37 +309,50 @@ def status_of_row(row: JobRow) -> JobStatus:
         return JobStatus(state, Reason.OTHER, detail, node)
     if state is not JobState.FAILED:
         return JobStatus(state, node=node)
-    error = str(row.get("error_type"))
-    reason = _reason(error, node, message)
     code = row.get("driver_exit_code")
-    if not isinstance(code, int) or code == 0:
-        is_built = reason is Reason.RUNTIME_ENV and NO_WORKER not in message
-        words = cause_of(message) if is_built else message
-        if reason is Reason.UNRECORDED:
-            words = message.rpartition("\n")[2]  # of Ray's traceback
-        return JobStatus(state, reason, f"{reason.value}: {words}".rstrip(": "), node)
-    name = signal_name(code)
-    cause = f"killed by {name} (exit code {code})" if name else f"exit code {code}"
-    _, _, tail = message.partition("last available logs (truncated to 20,000 chars):\n")
-    reason = Reason.SIGNAL if name else Reason.EXIT_CODE
-    record = any_record_in(tail)
+    if not code:  # it failed by Ray's word, or never ran its command
+        error, last = str(row.get("error_type")), message.rpartition("\n")[2]
+        reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
+        if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
+            reason = Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
+        elif error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and _NO_SUPERVISOR in message:
+            reason = Reason.START_TIMEOUT  # as a second monitor writes it, see ``end_record.py``
+        elif error == "JOB_ENTRYPOINT_COMMAND_START_ERROR" and RECORDS in message:
+            reason, message = Reason.UNRECORDED, last  # of Ray's traceback
+        elif reason is Reason.NOT_STARTED:
+            reason = _of_start(last)
+        elif reason is Reason.UNSCHEDULABLE and _NO_WORKER in message:
+            reason = Reason.RUNTIME_ENV  # Ray had a node for it
+        elif reason is Reason.RUNTIME_ENV:
+            message = cause_of(message)
+        return JobStatus(state, reason, f"{reason.value}: {message}".rstrip(": "), node)
+    cause = describe_exit(code)
+    reason = Reason.SIGNAL if cause.startswith("killed") else Reason.EXIT_CODE
+    _, _, log = message.partition("last available logs (truncated to 20,000 chars):\n")
+    record = record_in(log.splitlines())  # it explains and decides nothing
     if record and record.cause != "CANCELLED" and not record.text.startswith(cause):
         cause = f"{cause}: {record.text}"
-        reason = next((one for one in _CAUSES if one.name == record.cause), reason)
+        if record.cause not in ("NONE", "EXIT_CODE"):
+            reason = Reason.__members__.get(record.cause, reason)
         if reason is Reason.NOT_STARTED:
             return JobStatus(state, _of_start(record.text), cause, node)
         if reason is Reason.RUNTIME_ENV:  # a traceback may follow
             return JobStatus(state, reason, cause, node)
-    lines = [line for line in tail.splitlines() if not _FRAME.search(line)]
-    cause += meaning(code, "\n".join(lines))
+    lines = [line for line in log.splitlines() if not _FRAME.search(line)]
+    if not any(line.startswith("nemo_run_ray| ") for line in lines):  # such a line says it itself
+        end = "\n".join([cause, *lines[-3:]]).rstrip()  # fiddle adds a line
+        hints = ((pattern.search(end), text) for pattern, text in _HINTS)
+        cause += next((text.format(match[1]) for match, text in hints if match), "")
     return JobStatus(state, reason, cause, node, tail="\n".join(lines))
 
 
-# ---------------------------------------------------------------- exit codes
-
 _SHIPS = "the executor's `packager` ships files to it"
-#: Ends of a log, and what they mean.
-_MEANINGS = (
+#: Ends of a log behind the cause, and what they mean.
+_HINTS = (
+    (
+        re.compile(r"\A(killed by SIGKILL)"),
+        ", perhaps by the kernel since the node's memory was full: see Ray's dashboard",
+    ),
     (  # of a Ray that the task starts itself: the job's archives are on the outer cluster
         re.compile("(Failed to download runtime_env file package gcs://)"),
         ": a Ray that the task starts itself has no archives of this job's cluster; unset "
@@ -358,57 +367,29 @@ _MEANINGS = (
         f": the module '{{}}' is not on that node; {_SHIPS}, or give it in "
         "`runtime_env={{'pip': […]}}`",
     ),
+    (
+        re.compile(r"\A(exit code 127)\b"),
+        f", with which a shell says that a command was not found on that node; {_SHIPS}, and "
+        "`python` must name one that is there",
+    ),
 )
-#: The meaning of exit codes for a shell, and for most programs.
-_CODES = {
-    126: ", with which a shell says that a command could not be run",
-    127: f", with which a shell says that a command was not found on that node; {_SHIPS}, and "
-    "`python` must name one that is there",
-}
-
-
-def meaning(exit_code: int, tail: str) -> str:
-    """An explanation of an exit code for a message; empty where nothing is known.
-
-    Args:
-        exit_code: of the command.
-        tail: the last lines of its log, without those that frame every log.
-    """
-    if re.search(r"^nemo_run_ray\| ", tail, re.MULTILINE):
-        return ""  # a line of this package says what it was
-    if signal_name(exit_code) == "SIGKILL":
-        return ", perhaps by the kernel since the node's memory was full: see Ray's dashboard"
-    end = "\n".join(tail.rstrip().splitlines()[-3:])  # fiddle adds a line
-    for pattern, text in _MEANINGS:
-        match = pattern.search(end)
-        if match:
-            return text.format(match[1])
-    return _CODES.get(exit_code, "")
-
-
-def signal_name(exit_code: int) -> str | None:
-    """The signal behind an exit code: Python's negative ones and the shell's 128 + n."""
-    number = -exit_code if exit_code < 0 else exit_code - 128
-    try:
-        return signal.Signals(number).name if number > 0 else None
-    except ValueError:
-        return None
 
 
 # ---------------------------------------------------------------- runtime environments
 
 #: Ray's message about a job for which no worker came up.
-NO_WORKER = "worker startup repeatedly failed"
-#: Lines that name the cause, the most telling first, and the message.
+_NO_WORKER = "worker startup repeatedly failed"
+#: Lines that name the cause, the most telling first, and what is added.
+_LONGER = "; raise `setup_timeout_seconds` in its `config`"
 _ENV_CAUSES = (
-    (r"(Failed to install runtime_env within the timeout of .+ seconds)", "{}; {step}"),
-    (r"^(?:\w+\.)*(TimeoutError)$", "it took too long; {step}"),
-    (r"^ERROR: (.*)", "{}"),  # of pip
+    (r"(Failed to install runtime_env within the timeout of .+ seconds)", _LONGER),
+    (r"^(?:\w+\.)*(TimeoutError)$", _LONGER),
+    (r"^ERROR: (.*)", ""),  # of pip
     (
         r"^FileNotFoundError: .*No such file or directory: '(podman)'$",
-        "{} is not on the PATH of that node's Ray; an image needs it",
+        " is not on the PATH of that node's Ray; an image needs it",
     ),
-    (r"stderr=(.*)$", "{}"),  # of podman
+    (r"stderr=(.*)$", ""),  # of podman
 )
 #: The last line of a traceback, but for Ray's own.
 _RAISED = re.compile(
@@ -432,15 +413,11 @@ def cause_of(text: str) -> str:
         One line; the end of the text when no line of it is known.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for pattern, addition in _ENV_CAUSES:
+        for match in filter(None, (re.search(pattern, line) for line in reversed(lines))):
+            return match[1] + addition
     begins = [number for number, line in enumerate(lines, 1) if _OUTPUT.search(line)]
     printed = lines[begins[-1] :] if begins else []
-    for pattern, message in _ENV_CAUSES:
-        for line in reversed(lines):
-            match = re.search(pattern, line)
-            if match:
-                return message.format(
-                    match[1], step="raise `setup_timeout_seconds` in its `config`"
-                )
     raised = [line for line in lines if _RAISED.search(line)]
     return raised[-1] if raised and not printed else " / ".join((printed or lines)[-3:])
 
@@ -547,13 +524,12 @@ def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, D
 def attempt_of_row(row: JobRow) -> Attempt:
     """The attempt, or claim, of a row of ``GET /api/jobs/``."""
     metadata = row.get("metadata") or {}
-    code = row.get("driver_exit_code")
     return Attempt(
         status=status_of_row(row),
         nonce=nonce_of(row),
         posted_at=(row.get("start_time") or 0) / 1000,
         ended_at=(row.get("end_time") or 0) / 1000,
-        exit_code=code if isinstance(code, int) else None,
+        exit_code=row.get("driver_exit_code"),
         claim=str(metadata.get(CLAIM_KEY, "")),
         retries=next(iter(_numbers(metadata.get(RETRIES_KEY, ""))), 0),
         permanent_exit_codes=_numbers(metadata.get(PERMANENT_KEY, "")),
@@ -561,11 +537,8 @@ def attempt_of_row(row: JobRow) -> Attempt:
 
 
 def _numbers(text: Any) -> Tuple[int, ...]:
-    """The numbers of ``1,2``; none when another program wrote the text."""
-    try:
-        return tuple(int(number) for number in str(text).split(",") if number)
-    except ValueError:
-        return ()
+    """The numbers of ``1,2``, which another program may have written."""
+    return tuple(map(int, re.findall(r"[0-9]{1,9}", str(text))))
 
 
 def claim_body(submission_id: str, nonce: str, why: str) -> Dict[str, Any]:

@@ -34,6 +34,7 @@ from typing import (
     Tuple,
 )
 
+from ..end_record import describe_exit
 from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
 from ..node.output import CHUNK_BYTES, Lines
@@ -43,7 +44,6 @@ from ..node.supervise import (
     adopt_orphans,
     collect,
     descendants,
-    describe_exit,
     explain_start,
     kill,
     signal_all,

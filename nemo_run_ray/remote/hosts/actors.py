@@ -24,7 +24,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 from .. import FOLDER
 from ..fit import Node
 from ..node.rundir import JOB_CONFIG, jobs_folder
-from ..spec import CODE, RoleSpec
+from ..spec import CODE, RoleSpec, to_json
 
 #: One replica of one role.
 ReplicaId = Tuple[str, int]
@@ -214,7 +214,7 @@ def prepare_order(
     role = replica.role
     return {
         "do": "prepare",
-        "role": role.to_json(),
+        "role": to_json(role),
         "index": replica.replica_id[1],
         "job": job,
         "run_dir": replica.run_dir,

@@ -43,7 +43,7 @@ from typing import (
     Union,
 )
 
-from ..end_record import EndRecord, proof_of
+from ..end_record import EndRecord, describe_exit, proof_of
 from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say, write
 
 #: Environment variable by which a tree is found whose top process was killed.
@@ -57,13 +57,6 @@ ROUND_S = 0.05
 #: Name of a process that only ends what another one leaves.
 WATCHDOG = "nrr-watchdog"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
-
-
-def describe_exit(code: int) -> str:
-    """The words ``exit code 3`` or ``killed by SIGSEGV (exit code 139)``."""
-    with suppress(ValueError):  # a program may exit with any number
-        return f"killed by {signal.Signals(code - 128).name} (exit code {code})"
-    return f"exit code {code}"
 
 
 def run_supervised(tag: str, nonce: str, key: str, work: Callable[[Runner], int]) -> int:

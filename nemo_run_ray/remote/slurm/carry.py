@@ -23,7 +23,7 @@ import glob
 import json
 import os
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from .. import carried_over
@@ -281,10 +281,10 @@ class Allocation:
             with open(os.path.join(folder, carried_over.START), encoding="utf-8") as file:
                 start = json.load(file)
             url, token = self.dashboard.url, self.dashboard.token
-            with closing(DashboardClient(url, token, _UPLOAD_S)) as uploads:
-                for archive in start["archives"]:
-                    with open(os.path.join(folder, archive), "rb") as file:
-                        uploads.put_package(archive, file.read())
+            uploads = DashboardClient(url, token, _UPLOAD_S)
+            for archive in start["archives"]:
+                with open(os.path.join(folder, archive), "rb") as file:
+                    uploads.put_package(archive, file.read())
             body = start["body"]
             number = 1 + max(self._attempts(self._carried)[folder])
             body["submission_id"] = attempt_id(name, number)

@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Any, Dict, List, Mapping, Optional, Set, Sized, Tuple
 
 from ..dashboard import DASHBOARD, DashboardClient, Unanswered
+from ..end_record import describe_exit
 from ..files import write_file
-from ..node.supervise import Child, describe_exit
+from ..node.supervise import Child
 from .carry import Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
 from .network import head_address, is_reachable

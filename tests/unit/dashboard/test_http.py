@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from email.utils import formatdate
 
 import pytest
 
@@ -25,7 +24,6 @@ from nemo_run_ray.errors import (
     Unanswered,
     Unreachable,
 )
-from nemo_run_ray.remote.dashboard import retry_after_s
 from tests.conftest import wait_for
 from tests.http_server import Handler, serving
 
@@ -119,10 +117,8 @@ def test_an_answer_says_when_to_ask_again():
     class Front(Handler):
         def answer(self) -> None:
             asked.append(time.monotonic())
-            again = time.time() + 2
-            dates = formatdate(again, usegmt=True), "1"
             if len(asked) <= 2:
-                self.send(429, "slow down", Retry_After=dates[len(asked) - 1])
+                self.send(429, "slow down", Retry_After="1")
             else:
                 self.send(200, "[]")
 
@@ -131,11 +127,6 @@ def test_an_answer_says_when_to_ask_again():
     first, second, third = asked
     assert second - first >= 1
     assert third - second >= 1
-
-
-def test_a_header_that_does_not_say_when_to_ask_again_is_ignored():
-    headers = ("", "soon", "-1", "\u0661", "Mon, 99 Jan 2026", "1e9", "nan")
-    assert {retry_after_s(header) for header in headers} == {0.0}
 
 
 def test_nothing_is_unpacked():

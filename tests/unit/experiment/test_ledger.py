@@ -23,6 +23,7 @@ from nemo_run_ray.experiment.store import (
     find_record,
 )
 from nemo_run_ray.ids import LEDGER, job_id
+from nemo_run_ray.remote.spec import read
 from nemo_run_ray.remote.status import JobStatus
 from tests.unit.experiment.conftest import Handed
 
@@ -60,7 +61,7 @@ def test_events_become_records(book, tmp_path):
     assert (one.submission_id, one.last, one.terminal) == (
         "exp.a",
         SUBMITTED,
-        JobStatus.from_json(_STATUS),
+        read(JobStatus, _STATUS),
     )
     assert (two.submission_id, two.last, two.terminal) == ("exp.b", UNSETTLED, None)
     assert (two.job, two.cluster, two.nonces) == ("two\nlines é", {"kind": "local"}, ["n"])

@@ -27,7 +27,15 @@ from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 from nemo_run_ray.plan.job import JobPlan, plan
 from nemo_run_ray.plan.roles import ROLE_MAX, packagers
 from nemo_run_ray.remote.group.driver import variables
-from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec, from_json
+from nemo_run_ray.remote.spec import (
+    RENDEZVOUS,
+    GroupSpec,
+    JobSpec,
+    ProbeSpec,
+    RoleSpec,
+    from_json,
+    to_json,
+)
 
 #: There is nothing: a question would raise.
 ADDRESS = "http://10.0.0.1:8265"
@@ -529,7 +537,7 @@ def test_every_planned_group_can_be_read_again(planned, monkeypatch):
         _executor(secrets=["T"], label_selector={"a": "!in(b,c)"}, strategy="SPREAD", nodes=3),
     ]
     spec = planned(_tasks(3), executors).spec
-    assert from_json(spec.to_json()) == spec
+    assert from_json(to_json(spec)) == spec
 
 
 # ---------------------------------------------------------------------- bad input

@@ -78,7 +78,7 @@ _SLOW = (
         (_NSIGHT, "Unsupported nsight config: defaul. The supported config is 'default' or"),
         (_SLOW, "Failed to install runtime_env within the timeout of 60 seconds; raise `setup_t"),
         (f"[Node 10.0.0.1] {_SLOW}", "Failed to install runtime_env within the timeout of 60 s"),
-        (_STILL_SLOW, "it took too long; raise `setup_timeout_seconds` in its `config`"),
+        (_STILL_SLOW, "TimeoutError; raise `setup_timeout_seconds` in its `config`"),
         (_USAGE, "no such option: --nope"),
         (f"{_TRACEBACK}    a strange tool\n    gave up\n", "a strange tool / gave up"),
         (

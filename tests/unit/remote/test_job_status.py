@@ -10,7 +10,6 @@ from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.status import (
     FROM_RAY,
     FROM_RAY_ERROR,
-    NEXT_STEP,
     JobState,
     JobStatus,
     Reason,
@@ -66,11 +65,6 @@ def test_a_job_that_waits_on_the_cluster_was_submitted(reason):
     assert torchx_state(never) is AppState.UNSUBMITTED
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_every_reason_has_a_next_step(reason):
-    assert bool(NEXT_STEP.get(reason)) == reason.is_trouble
-
-
 def test_exit_code_and_the_logs_end():
     logs = (
         "2026-01-01 00:00:00,000\tINFO job_manager.py:531 -- Runtime env is setting up.\n"
@@ -106,7 +100,6 @@ def test_a_signal_is_named(code, name):
     ("code", "log", "told"),
     [
         (127, "sh: 1: nope: not found", "a command was not found on that node"),
-        (126, "", "a command could not be run"),
         (127, "nemo_run_ray| no Python of version 3.9 or newer", ""),
         (
             2,
@@ -137,7 +130,7 @@ def test_what_a_user_forgot_is_said(code, log, told):
     detail = status_of_row(_failed(code, message)).detail
     assert detail.startswith(f"exit code {code}")
     assert told in detail
-    assert ("packager" in detail) == (bool(told) and code != 126)
+    assert ("packager" in detail) == bool(told)
 
 
 def test_a_ray_of_the_tasks_own_is_told_which_variables_to_unset():

@@ -23,7 +23,7 @@ from nemo_run_ray.remote.array import notes as notes_module
 from nemo_run_ray.remote.array.elements_file import ENV, FIELD
 from nemo_run_ray.remote.hosts.relay import PROGRAM
 from nemo_run_ray.remote.node.rundir import JOBS
-from nemo_run_ray.remote.spec import JobSpec, RoleSpec
+from nemo_run_ray.remote.spec import JobSpec, RoleSpec, to_json
 from tests import array_tasks, array_with_thread
 from tests.relays import Relayed, holding, is_zombie, wait
 
@@ -39,7 +39,7 @@ class Host(Relayed):
         self.order(
             {
                 "do": "prepare",
-                "role": role.to_json(),
+                "role": to_json(role),
                 "index": 0,
                 "job": "job",
                 "run_dir": self.run_dir,

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from nemo_run_ray.remote.group.driver import variables
-from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec
+from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec, to_json
 from tests.relays import Relayed, holding, is_zombie, wait
 
 _LOCAL = "127.0.0.1"
@@ -56,7 +56,7 @@ def _preparation(
     """As the driver orders it."""
     return {
         "do": "prepare",
-        "role": role.to_json(),
+        "role": to_json(role),
         "index": index,
         "job": "job",
         "run_dir": run_dir,
