@@ -17,51 +17,39 @@ from .node import command
 from .node.output import say, write
 from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_key, take_secrets
 from .node.supervise import Runner, run_supervised
-from .spec import ArraySpec, GroupSpec, JobSpec, from_json
+from .spec import ArraySpec, GroupSpec, from_json
 
 
 def main(argv: list[str]) -> int:
     command.restore_tmpdir()
-    if len(argv) == 3 and argv[0] == "dispatch":
-        return _dispatch(*argv[1:])
-    if len(argv) == 3 and argv[0] == "cancel-elements":
-        from .array.cancel_request import run
+    kind, *words = argv
+    if kind == "cancel-elements":
+        from .array.cancel_request import run as cancel_elements
 
-        return run(*argv[1:])
-    if len(argv) != 4 or argv[0] not in ("task", "group", "array"):
-        say(f"usage: task|group|array <job> <submission id> <nonce>, not {argv}")
-        return 2
-    _, job, submission_id, nonce = argv
+        return cancel_elements(*words)
+    if kind == "dispatch":
+        from .dispatch import dispatcher
+
+        submission_id, nonce = words
+        began_at = time.time()
+        code = dispatcher.run(_read(archived(DISPATCH) or DISPATCH), submission_id)
+        write(EndRecord(code, "NONE", f"exit code {code}", began_at, time.time()).line(nonce))
+        return code
+    job, submission_id, nonce = words
     tag = f"{submission_id}/{os.urandom(8).hex()}"
     return run_supervised(tag, nonce, take_key(), lambda runner: _run(runner, job, submission_id))
 
 
-def _dispatch(submission_id: str, nonce: str) -> int:
-    from .dispatch import dispatcher
-
-    with open(archived(DISPATCH) or DISPATCH, encoding="utf-8") as file:
-        dispatch: Any = from_json(file.read())
-    began_at = time.time()
-    code = dispatcher.run(dispatch, submission_id)
-    write(EndRecord(code, "NONE", f"exit code {code}", began_at, time.time()).line(nonce))
-    return code
-
-
 def _run(runner: Runner, job: str, submission_id: str) -> int:
-    with open(os.path.join(jobs_folder(), job, SPEC), encoding="utf-8") as file:
-        spec: Any = from_json(file.read())
+    spec = _read(os.path.join(jobs_folder(), job, SPEC))
     if isinstance(spec, GroupSpec):
-        from .group.driver import run
+        from .group.driver import run as run_group
 
-        return run(runner, spec, job, submission_id)
+        return run_group(runner, spec, job, submission_id)
     if isinstance(spec, ArraySpec):
         from .array.driver import run as run_array
 
         return run_array(runner, spec, job, submission_id)
-    return _run_task(runner, spec, job, submission_id)
-
-
-def _run_task(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> int:
     run_dir = RunDir(submission_id)
     run_dir.create(jobs_folder(), job, os.getcwd() if spec.has_code else None)
     try:
@@ -73,6 +61,11 @@ def _run_task(runner: Runner, spec: JobSpec, job: str, submission_id: str) -> in
             say(f"the run directory is kept: {run_dir.root}")
         else:
             run_dir.remove()
+
+
+def _read(path: str) -> Any:
+    with open(path, encoding="utf-8") as file:
+        return from_json(file.read())
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
-from typing import Dict, Iterator, List, Mapping, Set, Tuple
+from typing import Dict, Iterator, List, Set
 
-from .files import LIFE, RUN
 from .spec import JobRow, JobRows, rows_in
 from .status import first_id, is_active, is_pending
 
@@ -66,13 +66,13 @@ def rows_before(allocation: str, run: str) -> JobRows:
     """The rows of kept dispatches from before a run, read on one of its nodes.
 
     Args:
-        allocation: folder of the allocation.
+        allocation: folder of the allocation; none are kept for a cluster without one.
         run: folder of the run.
 
     Raises:
         OSError: a file exists and cannot be read now. Without it, jobs would run again.
     """
-    for folder in _runs_before(allocation, run):
+    for folder in _runs_before(allocation, run) if allocation and run else ():
         path = os.path.join(folder, TABLE)
         if exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -83,16 +83,6 @@ def rows_before(allocation: str, run: str) -> JobRows:
                 why = str(json.load(file)["why"])
             return rows_of(table, kept_ids(allocation), written_at, why)
     return {}
-
-
-def rows_of_job(env: Mapping[str, str]) -> JobRows:
-    """The rows of kept dispatches from before the run of a job, by the job's environment.
-
-    Raises:
-        OSError: a file exists and cannot be read now.
-    """
-    allocation, run = env.get(LIFE), env.get(RUN)
-    return rows_before(allocation, run) if allocation and run else {}
 
 
 def carries_dispatches(allocation: str, run: str) -> bool:
@@ -111,7 +101,7 @@ def kept_dispatches(allocation: str) -> List[str]:
         OSError: they cannot be read now.
     """
     folder = os.path.join(os.path.dirname(os.path.dirname(allocation)), DISPATCHES)
-    paths = (os.path.join(folder, name) for name in sorted(_names(folder)))
+    paths = [os.path.join(folder, name) for name in _names(folder)]
     return [path for path in paths if exists(os.path.join(path, IDS))]
 
 
@@ -141,7 +131,7 @@ def _runs_before(allocation: str, run: str) -> Iterator[str]:
     own = os.path.basename(os.path.normpath(run))  # Slurm gives a number once
     folder = allocation
     while True:
-        for name in sorted(_names(os.path.join(folder, "run")), key=_numbers, reverse=True):
+        for name in reversed(_names(os.path.join(folder, "run"))):
             if name != own:
                 yield os.path.join(folder, "run", name)
         if not exists(os.path.join(folder, RENEWED)):
@@ -151,10 +141,8 @@ def _runs_before(allocation: str, run: str) -> Iterator[str]:
 
 
 def _names(folder: str) -> List[str]:
+    """The names in a folder, those of runs by their numbers."""
     with suppress(FileNotFoundError):
-        return os.listdir(folder)
+        names = os.listdir(folder)
+        return sorted(names, key=lambda name: ([*map(int, re.findall("[0-9]+", name))], name))
     return []
-
-
-def _numbers(name: str) -> Tuple[int, ...]:
-    return tuple(int(part) for part in name.split(".") if part.isdigit())

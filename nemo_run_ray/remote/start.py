@@ -20,9 +20,10 @@ _PROGRAM = (
     'import os,sys;sys.path+=os.environ["PYTHONPATH"].split(":");'
     "from nemo_run_ray_remote.__main__ import main;sys.exit(main(sys.argv[1:]))"
 )
-_TEST = "import sys;sys.exit(sys.version_info<(3,9))"
-_TEST_WITH_RAY = (
-    'import sys,importlib.util as u;sys.exit(sys.version_info<(3,9) or u.find_spec("ray") is None)'
+#: Ends with 0 in a Python that serves; its argument is a module that it must have.
+_TEST = (
+    "import sys,importlib.util as u;"
+    "sys.exit(sys.version_info<(3,9) or u.find_spec(sys.argv[1]) is None)"
 )
 
 
@@ -35,12 +36,19 @@ def main(argv: "list[str]") -> int:
     Returns:
         The exit code when none serves.
     """
-    needs_ray = bool(argv) and argv[0] in _WITH_RAY
+    needs_ray = argv[0] in _WITH_RAY
     if sys.version_info >= OLDEST and not needs_ray:
-        return _enter(argv)
+        # Run the job in this process: another interpreter would take 15 ms to start.
+        given = os.environ["PYTHONPATH"].split(os.pathsep)
+        # The current folder is first, and then what Ray has put before the standard library.
+        sys.path[:] = [folder for folder in sys.path[1:] if folder not in given] + given
+        sys.dont_write_bytecode = False  # the next job finds what this one has compiled
+        from .__main__ import main as run
+
+        return run(argv)
     for python in (sys.executable, _python_of_ray(), "python3", "python"):
-        if python and _serves(python, needs_ray):
-            return _become(python, argv)
+        if python and _serves(python, "ray" if needs_ray else "sys"):
+            os.execvp(python, [python, "-I", "-c", _PROGRAM, *argv])
     having = " that has ray" if needs_ray else ""
     print(
         f"nemo_run_ray| no Python of version 3.9 or newer{having} on this node: set "
@@ -50,29 +58,12 @@ def main(argv: "list[str]") -> int:
     return 127
 
 
-def _enter(argv: "list[str]") -> int:
-    """Run the job in this process: another interpreter would take 15 ms to start."""
-    given = os.environ["PYTHONPATH"].split(os.pathsep)
-    # The current folder is first, and then what Ray has put before the standard library.
-    sys.path[:] = [folder for folder in sys.path[1:] if folder not in given] + given
-    sys.dont_write_bytecode = False  # the next job finds what this one has compiled
-    from .__main__ import main as run
-
-    return run(argv)
-
-
-def _become(python: str, argv: "list[str]") -> int:
-    os.execvp(python, [python, "-I", "-c", _PROGRAM, *argv])
-
-
-def _serves(python: str, needs_ray: bool) -> bool:
-    words = [python, "-I", "-c", _TEST_WITH_RAY if needs_ray else _TEST]
+def _serves(python: str, module: str) -> bool:
     child = os.fork()
     if child == 0:
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            os.execvp(python, words)
+            os.execvp(python, [python, "-I", "-c", _TEST, module])
         finally:  # it is not there
             os._exit(127)
     return os.waitpid(child, 0)[1] == 0

@@ -36,7 +36,7 @@ from ..hosts.actors import (
 from ..hosts.calls import Answer, Calls, Died
 from ..hosts.relay import PROGRAM
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
-from ..node.rundir import jobs_folder, remove_secrets, secrets_of
+from ..node.rundir import jobs_folder, read_secrets, remove_secrets
 from ..node.supervise import Runner
 from ..spec import ArrayRows, ArraySpec, status_file_name
 from ..status import STATES_FILE, JobExit, Reason, cause_of, file_of, node_dead_s
@@ -74,7 +74,7 @@ _RATE_ROWS = 30
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
     """Run an array to its end; its exit code."""
     try:
-        folder, secrets = log_folder(submission_id), secrets_of(spec.secrets)
+        folder, secrets = log_folder(submission_id), read_secrets(spec.secrets)
         path = os.path.join(jobs_folder(), job, spec.elements)
         leases = Leases(spec, path, submission_id, folder)
         requests = partial(request_paths, folder, submission_id)
@@ -297,7 +297,6 @@ class ArrayDriver:
         if self.broken is not None:
             code, (cause, ending) = 1, self.broken
         elif self._stopped_by == "":
-            runner.cancelled = True
             code, cause, ending = 143, Reason.CANCELLED, "cancelled"
         # Nothing says of these that their processes have ended.
         numbers = set(self._perhaps_alive)
@@ -309,7 +308,7 @@ class ArrayDriver:
         runner.left_on = (place,) if nodes else ()
         if nodes:
             ending = f"{ending}; {MAY_BE_LEFT} {place}"
-        elif runner.cancelled:
+        elif cause is Reason.CANCELLED:
             ending = f"{ending}; {NO_PROCESS_LEFT}"
         runner.cause, runner.ending = cause.name, ending
         return code

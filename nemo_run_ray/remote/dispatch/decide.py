@@ -214,9 +214,13 @@ def _stops(
     live = [number for number, row in rows.items() if row.is_live and row.nonce == job.nonce]
     if not live:
         return []
-    newest, limit_s = live[-1], job.pending_timeout_s
+    newest = first = live[-1]
+    # Starts that Ray gave up belong to the same wait for room.
+    while first - 1 in rows and rows[first - 1].status.reason is Reason.START_TIMEOUT:
+        first -= 1
+    limit_s = job.pending_timeout_s
+    is_late = limit_s is not None and now - rows[first].posted_at > limit_s
     is_last = newest == max(rows) and not status.state.is_terminal
-    is_late = limit_s is not None and now - _pending_since(rows, newest) > limit_s
     why = CANCELLED if cancelled else status.detail or "it is superseded"
     actions: List[Action] = []
     if is_last and rows[newest].status.state is JobState.PENDING and (cancelled or is_late):
@@ -267,13 +271,6 @@ def _submits(
     return submits
 
 
-def _pending_since(rows: Mapping[int, Attempt], number: int) -> float:
-    """When the job began to wait for room: starts that Ray gave up belong to the same wait."""
-    while number - 1 in rows and rows[number - 1].status.reason is Reason.START_TIMEOUT:
-        number -= 1
-    return rows[number].posted_at
-
-
 # ---------------------------------------------------------------- policies: retries, time
 
 
@@ -293,17 +290,24 @@ def status_of_attempts(
     for number, row in rows.items():
         if row.status.state is JobState.SUCCEEDED and not row.claim:
             return replace(row.status, attempt=number)
+    number = max(rows)
     claim = next((row.claim for row in rows.values() if row.claim), "")
     if claim:
         runs = [number for number, row in rows.items() if row.status.state is JobState.RUNNING]
         if runs:  # its end is still open: it may succeed before it is stopped
             return replace(rows[runs[-1]].status, attempt=runs[-1])
-        return _claimed(claim, rows)
-    number = max(rows)
+        # What ran before the claim explains it.
+        before = max((number for number, row in rows.items() if not row.claim), default=0)
+        node = rows[before].status.node if before else ""
+        if claim == CANCELLED:
+            detail = claim if before else "cancelled before its start"
+            return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
+        reason = Reason.NOT_PLACED if claim == NOT_PLACED else Reason.REFUSED
+        return JobStatus(JobState.FAILED, reason, claim, node, before)
     last = replace(rows[number].status, attempt=number)
     if last.state is not JobState.FAILED:
         return last
-    # A start that Ray gave up does not count.
+    detail = f"attempt {number} was not started in time by Ray, which does not count"
     failed = [
         number
         for number, row in rows.items()
@@ -314,23 +318,10 @@ def status_of_attempts(
         permanent = newest.status.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
         if permanent or len(failed) > retries:
             return replace(newest.status, attempt=failed[-1])
-    if last.reason is Reason.START_TIMEOUT:
-        detail = f"attempt {number} was not started in time by Ray, which does not count"
-    else:
+    if last.reason is not Reason.START_TIMEOUT:
         more = retries - len(failed) + 1
         detail = f"attempt {number} failed ({last.detail}); {more} more allowed"
     return with_state(last, JobState.WAITING, Reason.RETRY, detail)
-
-
-def _claimed(claim: str, rows: Mapping[int, Attempt]) -> JobStatus:
-    """The status of a job whose next attempt was claimed; what ran before explains it."""
-    before = max((number for number, row in rows.items() if not row.claim), default=0)
-    node = rows[before].status.node if before else ""
-    if claim == CANCELLED:
-        detail = claim if before else "cancelled before its start"
-        return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
-    reason = Reason.NOT_PLACED if claim == NOT_PLACED else Reason.REFUSED
-    return JobStatus(JobState.FAILED, reason, claim, node, before)
 
 
 def with_state(status: JobStatus, state: JobState, reason: Reason, detail: str) -> JobStatus:
@@ -353,10 +344,8 @@ class TimeLeft(NamedTuple):
 
     def why_never(self, time_s: Optional[float]) -> str:
         """The reason for never starting a job that needs so long; empty if there is none."""
-        if time_s is None or time_s <= self.left_s:
+        if time_s is None or time_s <= (self.lasts_s if self.renews else self.left_s):
             return ""
-        if self.renews and time_s <= self.lasts_s:
-            return ""  # in the next one
         if self.renews:
             return f"it needs {time_s:g} s, and each allocation lasts {self.lasts_s:.0f} s"
         return f"it needs {time_s:g} s, and its allocation ends in {max(self.left_s, 0):.0f} s"

@@ -7,6 +7,7 @@ them do at the same moment is done once.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -26,6 +27,7 @@ from ..dashboard import (
     own_dashboard,
 )
 from ..end_record import LostEnds, lock_of, proof_of
+from ..files import LIFE, RUN
 from ..node.output import say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
 from ..spec import LOCK_KEY, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
@@ -87,8 +89,7 @@ class Dispatcher:
         self._stops: Dict[str, tuple[float, float]] = {}  # first and last request, by attempt
         self._errors: Dict[str, float] = {}  # first unexplained error of an attempt
         self._troubles: Dict[str, str] = {}  # in the log already, by what they are about
-        self._absent_since: Optional[float] = None
-        self._changed_at = clock()
+        self._changed_at = self._present_at = clock()
         self._look_s = 0.0
         self._earlier: Optional[Dict[str, Attempt]] = None  # not read yet
         self._ends = LostEnds(api.log_end)
@@ -111,7 +112,7 @@ class Dispatcher:
             table = self._look()
         except (Unanswered, OSError) as error:  # or an earlier table cannot be read now
             self._complain("", str(error))
-            self._absent_since = None
+            self._present_at = self._clock()
             self._errors.clear()
             # Another Ray comes up again and continues its jobs.
             if os.environ.get(EMBEDDED) and os.getppid() != self._parent:
@@ -147,8 +148,9 @@ class Dispatcher:
     def _look(self) -> Optional[Dict[str, Attempt]]:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
         if self._earlier is None:
-            rows_before = carried_over.rows_of_job(os.environ)
-            self._earlier = {name: attempt_of_row(row) for name, row in rows_before.items()}
+            folders = os.environ.get(LIFE, ""), os.environ.get(RUN, "")
+            rows = carried_over.rows_before(*folders)
+            self._earlier = {name: attempt_of_row(row) for name, row in rows.items()}
         began = time.monotonic()
         table = dict(self._earlier)
         for row in self._api.rows():
@@ -161,11 +163,9 @@ class Dispatcher:
         if own is not None and own.nonce == self._dispatch.nonce:
             if own.status.state.is_terminal:
                 raise WrongCluster(f"Ray says that this dispatcher is {own.status.state.value}")
-            self._absent_since = None
+            self._present_at = self._clock()
             return table
-        if self._absent_since is None:
-            self._absent_since = self._clock()
-        if self._clock() - self._absent_since > ABSENT_MAX_S:
+        if self._clock() - self._present_at > ABSENT_MAX_S:
             raise WrongCluster(f"the job table of {self._api.url} does not have this dispatcher")
         return None
 
@@ -184,10 +184,10 @@ class Dispatcher:
         self._changed_at = now
         if action.do is Do.SUBMIT:
             number = int(name.partition("@")[2] or 1)
-            before = table.get(attempt_id(job.id, number - 1))
-            if before is not None and before.status.reason is Reason.START_TIMEOUT:
+            before = attempt_id(job.id, number - 1)
+            if before in table and table[before].status.reason is Reason.START_TIMEOUT:
                 # Ray has given the start up, and some versions start it later all the same.
-                self._api.stop(attempt_id(job.id, number - 1))
+                self._api.stop(before)
             try:
                 self._api.post(self._body(job, number))
                 return True
@@ -206,10 +206,9 @@ class Dispatcher:
         missing = [secret for secret in job.secrets if secret not in self._secrets]
         if missing:
             raise RequestRefused(f"the dispatcher was started without {', '.join(missing)}")
-        key = os.urandom(16).hex()
-        buffer = io.BytesIO()
+        values = {name: self._secrets[name] for name in job.secrets}
+        key, buffer = os.urandom(16).hex(), io.BytesIO()
         with zipfile.ZipFile(buffer, "w") as archive:
-            values = {name: self._secrets[name] for name in job.secrets}
             for file, content in ((SECRETS, json.dumps(values)), (KEY, key)):
                 info = zipfile.ZipInfo(file)
                 info.external_attr = 0o600 << 16
@@ -217,9 +216,9 @@ class Dispatcher:
         digest = hashlib.sha256(f"{job.nonce} {key}".encode()).hexdigest()
         package = f"_ray_pkg_{digest[:32]}.zip"
         self._api.put_package(package, buffer.getvalue())
-        body: Dict[str, Any] = json.loads(json.dumps(job.body))
-        body["submission_id"] = attempt_id(job.id, number)
-        body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, body["submission_id"])
+        name, body = attempt_id(job.id, number), copy.deepcopy(job.body)
+        body["submission_id"] = name
+        body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, name)
         body["runtime_env"]["env_vars"]["NEMO_RUN_ATTEMPT"] = str(number)
         body["runtime_env"]["py_modules"].append(f"gcs://{package}")
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
@@ -248,13 +247,14 @@ class Dispatcher:
 
 def run(dispatch: DispatchSpec, submission_id: str) -> int:
     """Run the dispatcher's job and return its exit code."""
-    chosen = "as the experiment asks"
-    if dispatch.max_in_flight is None:
+    limit, chosen = dispatch.max_in_flight, ""
+    if limit is None:
         memory = memory_bytes()
+        limit = default_limit(memory)
         size = f"{HEAD_PART:.0%} of this node's {memory / 2**30:.1f} GiB"
-        chosen = f"{size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
-        dispatch = dispatch._replace(max_in_flight=default_limit(memory))
-    say(f"{len(dispatch.jobs)} jobs, at most {dispatch.max_in_flight} at once: {chosen}")
+        chosen = f": {size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
+        dispatch = dispatch._replace(max_in_flight=limit)
+    say(f"{len(dispatch.jobs)} jobs, at most {limit} at once{chosen}")
     secrets = read_secrets()
     try:
         api = find_dashboard(dispatch)

@@ -48,9 +48,6 @@ NODE_ID = "ray.io/node-id"
 _END_MARGIN_S = 30.0
 #: Seconds between two looks at the nodes while the replicas are prepared, and two lines in the log.
 _WATCH_S, _TELL_S = 5.0, 30.0
-#: Seconds in which a worker comes up by an interpreter of the role's own, since Ray starts it again
-#: and again; and Ray's default limit for what is installed before.
-_OWN_PYTHON_S, _BUILD_S = 90.0, 600.0
 #: Seconds between two looks at the placement group, at first and later on.
 _LOOK_S, _LOOK_MAX_S = 0.1, 1.0
 #: Seconds until a group whose roles spread tries other nodes, until the first line about one that
@@ -67,7 +64,6 @@ def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
         runner.left_on = ()
     runner.cause, runner.ending = outcome.cause.name, outcome.words
     if outcome.cause is Reason.CANCELLED:
-        runner.cancelled = True
         proof = NO_PROCESS_LEFT if driver.all_ended else "not every node has confirmed it"
         runner.ending = f"cancelled; {proof}"
     return outcome.code
@@ -85,7 +81,7 @@ class _Driver:
         self._config = forget_runtime_env()
         self._handles: Dict[ReplicaId, ReplicaHandle] = {}
         self._actors: List[Actor] = []
-        self._watch_at = self._tell_at = self._placed_at = 0.0
+        self._watch_at = self._tell_at = 0.0
         #: Every node has confirmed that nothing of the group runs there.
         self.all_ended = False
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
@@ -123,25 +119,21 @@ class _Driver:
             self._ray.shutdown()
 
     def _start_actors(self, room: PlacementGroup) -> None:
-        roles = {role.name: role for role in self._spec.roles}
         mark = secrets.token_hex(8)
-        for number, (key, node) in enumerate(zip(self._group.replicas, room.nodes())):
-            self._handles[key] = ReplicaHandle(
-                replica_id=key,
-                role=roles[key[0]],
-                node=node,
-                bundle=number,
-                tag=f"{self._submission_id}/{mark}.{number}",
-                run_dir=f"{self._submission_id}~{key[0]}-{key[1]}",
-            )
+        nodes = iter(enumerate(room.nodes()))
         for role in self._spec.roles:
-            its = [handle.node.host for key, handle in self._handles.items() if key[0] == role.name]
-            say(f"{role.name} goes to {', '.join(dict.fromkeys(its))}")
+            names = []
+            for index in range(role.replicas):
+                bundle, node = next(nodes)
+                tag = f"{self._submission_id}/{mark}.{bundle}"
+                run_dir, key = f"{self._submission_id}~{role.name}-{index}", (role.name, index)
+                self._handles[key] = ReplicaHandle(key, role, node, bundle, tag, run_dir)
+                names.append(node.host)
+            say(f"{role.name} goes to {', '.join(dict.fromkeys(names))}")
         self._actors = start_actors(self._ray, room.group, self._handles.values())
         for actor in self._actors:
             self._calls.pull(actor)
-        self._placed_at = time.monotonic()
-        self._tell_at = self._placed_at + _TELL_S
+        self._tell_at = time.monotonic() + _TELL_S
 
     # ------------------------------------------------------------------ what happens
 
@@ -149,14 +141,27 @@ class _Driver:
         self._obey()
         self._calls.repeat()
         now = time.monotonic()
+        events: List[Event] = []
         for handle in self._handles.values():
             if handle.end_by is not None and now >= handle.end_by:
                 handle.end_by = None
                 # The node is away, or the kernel holds the processes.
-                self._lost(handle, "it did not end when told to, and was given up")
+                events += losses(handle, "it did not end when told to, and was given up")
         if self._group.phase is Phase.PREPARING and now >= self._watch_at:
             self._watch_at = now + _WATCH_S
-            self._watch(now)
+            alive = {node.node_id for node in nodes_of(self._ray.nodes())}
+            replicas = self._group.replicas.values()
+            keys = [one.replica_id for one in replicas if one.life is ReplicaState.AWAITED]
+            waiting = [self._handles[key] for key in keys]
+            for handle in waiting:
+                if handle.node.node_id not in alive:
+                    events += losses(handle, "the node died before the replica was prepared")
+            if now >= self._tell_at and waiting:
+                self._tell_at = now + _TELL_S
+                texts = [f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8]]
+                say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
+        for event in events:
+            self._happened(event)
         for answer in self._calls.answers():
             for event in events_of(answer):
                 self._happened(event)
@@ -171,39 +176,6 @@ class _Driver:
         if order is not None:
             self._happened(Event(Kind.STOP, words="cancelled"))
 
-    def _watch(self, now: float) -> None:
-        """End the wait for nodes that have died since the placing, and say what is waited for."""
-        alive = {node.node_id for node in nodes_of(self._ray.nodes())}
-        waiting = [
-            handle
-            for key, handle in self._handles.items()
-            if self._group.replicas[key].life is ReplicaState.AWAITED
-        ]
-        for handle in waiting:
-            node, runtime_env = handle.node, handle.role.runtime_env
-            waited_s = now - self._placed_at
-            if node.node_id not in alive:
-                self._lost(handle, "the node died before the replica was prepared")
-            elif not actor_of(handle).answers and waited_s >= own_python_s(runtime_env):
-                words = (
-                    f"no worker on node {node.host} ({node.address}) has come up in {waited_s:.0f} "
-                    f"s with py_executable={runtime_env['py_executable']!r}: it must exist on the "
-                    "node, and be able to import ray"
-                )
-                event = Event(Kind.UNPREPARED, handle.replica_id, words, cause=Reason.RUNTIME_ENV)
-                self._happened(event)
-        if now >= self._tell_at and waiting:
-            self._tell_at = now + _TELL_S
-            texts = [
-                f"{name(handle.replica_id)} on {handle.node.host}{_built_for(handle)}"
-                for handle in waiting[:8]
-            ]
-            say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
-
-    def _lost(self, handle: ReplicaHandle, why: str) -> None:
-        for event in losses(handle, why):
-            self._happened(event)
-
     # ------------------------------------------------------------------ what is done about it
 
     def _happened(self, event: Event) -> None:
@@ -216,24 +188,22 @@ class _Driver:
             has_services = any(role.service for role in self._spec.roles)
             say("every service is ready; the primaries start" if has_services else "started")
         for order, replica_id in orders:
-            self._order(order, self._handles[replica_id])
+            handle = self._handles[replica_id]
+            values: Dict[str, Any] = {}
+            if order == machine.PREPARE:
+                values = prepare_order(handle, self._job, self._secrets, self._config)
+            elif order == machine.START:
+                handle.starts += 1
+                if handle.starts > 1:
+                    restarts = self._group.replicas[replica_id].restarts
+                    say(f"{name(replica_id)} is started again, {restarts} left")
+                addresses = {key: other.node.address for key, other in self._handles.items()}
+                ports = {key: other.ports for key, other in self._handles.items()}
+                values = {"env": variables(self._spec, replica_id, addresses, ports)}
+            else:
+                handle.end_by = time.monotonic() + handle.role.task.grace_s + _END_MARGIN_S
+            self._calls.order(handle, {**values, "do": order})
         self._show()
-
-    def _order(self, order: str, handle: ReplicaHandle) -> None:
-        values: Dict[str, Any] = {}
-        if order == machine.PREPARE:
-            values = prepare_order(handle, self._job, self._secrets, self._config)
-        elif order == machine.START:
-            handle.starts += 1
-            if handle.starts > 1:
-                restarts = self._group.replicas[handle.replica_id].restarts
-                say(f"{name(handle.replica_id)} is started again, {restarts} left")
-            addresses = {key: other.node.address for key, other in self._handles.items()}
-            ports = {key: other.ports for key, other in self._handles.items()}
-            values = {"env": variables(self._spec, handle.replica_id, addresses, ports)}
-        else:
-            handle.end_by = time.monotonic() + handle.role.task.grace_s + _END_MARGIN_S
-        self._calls.order(handle, {**values, "do": order})
 
     def _show(self, waits_for: str = "") -> None:
         """Write the group's state beside the job's log, where Ray's log API serves it."""
@@ -243,24 +213,6 @@ class _Driver:
             self._shown = text
             with suppress(OSError):  # a full disk: the group continues, and its roles are not shown
                 write_file(self._rows_path, text)
-
-
-def own_python_s(runtime_env: Mapping[str, Any]) -> float:
-    """Seconds in which a worker must have come up by ``py_executable`` of an environment."""
-    executable = str(runtime_env.get("py_executable") or "")
-    if not executable:
-        return float("inf")
-    if " " not in executable and not {"pip", "uv", "conda"} & set(runtime_env):
-        return _OWN_PYTHON_S
-    given = (runtime_env.get("config") or {}).get("setup_timeout_seconds", _BUILD_S)
-    return _OWN_PYTHON_S + max(float(given), _BUILD_S)
-
-
-def _built_for(handle: ReplicaHandle) -> str:
-    """Name what Ray builds on the node before the replica's worker comes up."""
-    if actor_of(handle).answers or not handle.role.runtime_env:
-        return ""
-    return f" (Ray makes its runtime environment: {', '.join(sorted(handle.role.runtime_env))})"
 
 
 def group_rows(group: Group, nodes: Mapping[ReplicaId, Node], waits_for: str) -> GroupRows:
@@ -318,7 +270,7 @@ class PlacementGroup:
         self._began_at = time.monotonic()
         self._tell_at = self._began_at + _FIRST_TELL_S
         self._others_at = self._began_at + _OTHERS_S
-        self._infeasible_since: Optional[float] = None
+        self._infeasible_at = self._began_at + _INFEASIBLE_S
         self._turn = 0
         self._pause_s = _LOOK_S
         self.waits_for = ""
@@ -340,9 +292,9 @@ class PlacementGroup:
             strategies = {spec.strategy, *(role.spread for role in spec.roles)} - {""}
             never = f"no nodes of this cluster can host the group ({', '.join(sorted(strategies))})"
         words = why_waiting(spec, nodes, self._ray.available_resources(), never)
-        if not never or self._infeasible_since is None:
-            self._infeasible_since = now if never else None
-        elif now - self._infeasible_since >= _INFEASIBLE_S and not spec.wait_for_nodes:
+        if not never:
+            self._infeasible_at = now + _INFEASIBLE_S
+        elif now >= self._infeasible_at and not spec.wait_for_nodes:
             return Event(Kind.REFUSED, words=words, cause=Reason.UNSCHEDULABLE)
         limit_s = spec.placing_timeout_s
         if limit_s is not None and now - self._began_at >= limit_s:
@@ -434,27 +386,24 @@ def why_waiting(
     """One line for a group that waits: asked, available, what does not fit and why."""
     asked = _asked(spec)
     free = {key: available.get(key, 0.0) for key in asked}
-    busy = next((role for role in spec.roles if not fits(role.resources, free)), None)
-    if never:
-        why = never
-    elif busy is not None:
-        able = hosts(ResourceRequest(busy.resources, busy.label_selector), nodes)
-        names = ", ".join(sorted(node.host for node in able)[:8])
-        why = f"{busy.name}/0 waits: the nodes that can host it are busy ({names})"
-    else:  # what is free is known of all nodes together
-        why = "all bundles start together, and the nodes that can take them have too little free"
+    # What is free is known of all nodes together.
+    why = "all bundles start together, and the nodes that can take them have too little free"
+    for role in spec.roles[::-1]:
+        if not fits(role.resources, free):
+            able = hosts(ResourceRequest(role.resources, role.label_selector), nodes)
+            names = ", ".join(sorted(node.host for node in able)[:8])
+            why = f"{role.name}/0 waits: the nodes that can host it are busy ({names})"
     count = sum(role.replicas for role in spec.roles)
-    return (
-        f"asked {amounts_text(asked)} in {count} bundle(s); available {amounts_text(free)}; {why}"
-    )
+    shown = f"asked {amounts_text(asked)} in {count} bundle(s); available {amounts_text(free)}"
+    return f"{shown}; {never or why}"
 
 
 def _asked(spec: GroupSpec) -> Dict[str, float]:
-    asked: Dict[str, float] = {}
+    asked = Counter[str]()
     for role in spec.roles:
         for key, amount in role.resources.items():
-            asked[key] = asked.get(key, 0.0) + amount * role.replicas
-    return asked
+            asked[key] += amount * role.replicas  # type: ignore[assignment]
+    return dict(asked)
 
 
 # ---------------------------------------------------------------------- reports
@@ -474,7 +423,7 @@ def events_of(answer: Answer) -> Iterator[Event]:
             yield from events_of_report(handle, json.loads(report))
 
 
-def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) -> Iterator[Event]:
+def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) -> List[Event]:
     """The events of a replica that is lost.
 
     A dead actor means that a replica which is awaited still cannot be prepared, for Ray's own
@@ -482,31 +431,29 @@ def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) 
     machine ignores that event.
     """
     where = f"node {handle.node.host} ({handle.node.address})"
-    if actor_of(handle).dead:
-        words = f"no worker on {where}: {why}"
-        yield Event(Kind.UNPREPARED, handle.replica_id, words, cause=cause)
-    yield Event(Kind.LOST, handle.replica_id, f"{where}: {why}")
+    lost = Event(Kind.LOST, handle.replica_id, f"{where}: {why}")
+    never = lost._replace(kind=Kind.UNPREPARED, words=f"no worker on {where}: {why}", cause=cause)
+    return [never, lost] if actor_of(handle).dead else [lost]
 
 
-def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> Iterator[Event]:
+def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> List[Event]:
     kind, words, who = report["at"], report.get("words", ""), name(handle.replica_id)
     if kind == "text":
-        prefix = f"{who}| "
-        write(prefix + str(report["text"])[:-1].replace("\n", f"\n{prefix}") + "\n")
-    elif kind == "failed":
-        yield from losses(handle, words)
-    elif kind == "gone":
+        write(f"{who}| " + str(report["text"])[:-1].replace("\n", f"\n{who}| ") + "\n")
+        return []
+    if kind == "gone":
         others = f", and {report['left']} others with it" if report["left"] else ""
-        yield from losses(handle, f"our process there was killed{others}")
-    else:
-        if kind == "prepared":
-            handle.ports = report["ports"]
-        elif kind == "waiting":
-            say(f"{who} is {words}")
-        elif kind == "exited":
-            handle.end_by = None
-            say(f"{who} on {handle.node.host} ended: {words}")
-        yield Event(Kind(kind), handle.replica_id, words, report.get("code", 0))
+        words = f"our process there was killed{others}"
+    if kind in ("gone", "failed"):
+        return losses(handle, words)
+    if kind == "prepared":
+        handle.ports = report["ports"]
+    elif kind == "waiting":
+        say(f"{who} is {words}")
+    elif kind == "exited":
+        handle.end_by = None
+        say(f"{who} on {handle.node.host} ended: {words}")
+    return [Event(Kind(kind), handle.replica_id, words, report.get("code", 0))]
 
 
 # ---------------------------------------------------------------------- addresses
@@ -530,40 +477,31 @@ def variables(
         ports: every replica's ports by name.
     """
     found: Dict[str, str] = {}
-    for number, role in enumerate(spec.roles):
-        keys = [(role.name, index) for index in range(role.replicas)]
-        prefix = f"NEMO_RUN_{env_key(role.name)}"
+    for number, other in enumerate(spec.roles):
+        keys = [(other.name, index) for index in range(other.replicas)]
+        prefix = f"NEMO_RUN_{env_key(other.name)}"
         found[f"{prefix}_HOST"] = found[f"NEMO_RUN_HET_GROUP_HOST_{number}"] = hosts[keys[0]]
         found[f"{prefix}_HOSTS"] = ",".join(hosts[key] for key in keys)
-        # A replica asks for its own ports by the name by which others ask for the first's.
-        own = replica_id if replica_id in keys else keys[0]
-        for port in set(role.ports) - {RENDEZVOUS}:
-            found[f"{prefix}_PORT_{env_key(port)}"] = str(ports[own][port])
-            found[f"{prefix}_PORTS_{env_key(port)}"] = ",".join(
-                str(ports[key][port]) for key in keys
-            )
+        for port in set(other.ports) - {RENDEZVOUS}:
+            numbers = {key: str(ports[key][port]) for key in keys}
+            # A replica asks for its own ports by the name by which others ask for the first's.
+            found[f"{prefix}_PORT_{env_key(port)}"] = numbers.get(replica_id, numbers[keys[0]])
+            found[f"{prefix}_PORTS_{env_key(port)}"] = ",".join(numbers.values())
     role = next(role for role in spec.roles if role.name == replica_id[0])
     rank, head = str(replica_id[1]), (role.name, 0)
-    found.update(
-        NEMO_RUN_HEAD_NODE_IP=hosts[head],
-        NEMO_RUN_NUM_NODES=str(role.replicas),
-        NEMO_RUN_NODE_RANK=rank,
-        NEMO_RUN_NPROC_PER_NODE=str(role.processes),
-    )
-    if RENDEZVOUS not in role.ports:
-        return found
-    port = found["NEMO_RUN_RDZV_PORT"] = str(ports[head][RENDEZVOUS])
-    if role.ranked:
-        found.update(
-            NODE_RANK=rank,
-            WORLD_SIZE=str(role.replicas * role.processes),
-            LOCAL_WORLD_SIZE=str(role.processes),
-            MASTER_ADDR=hosts[head],
-            MASTER_PORT=port,
-        )
-        return found
-    # torchrun hosts the rendezvous only where the host's own name resolves to its address, and
-    # gives that name to the workers; beside 127.0.0.1 in /etc/hosts (Debian) both fail.
-    is_host = f"is_host={int(replica_id == head)}"
-    torchrun = {"PET_RDZV_CONF": is_host, "PET_LOCAL_ADDR": hosts[replica_id]}
-    return {**found, **{key: torchrun[key] for key in torchrun if key not in role.task.env}}
+    found["NEMO_RUN_HEAD_NODE_IP"] = hosts[head]
+    found["NEMO_RUN_NUM_NODES"] = str(role.replicas)
+    found["NEMO_RUN_NODE_RANK"] = rank
+    found["NEMO_RUN_NPROC_PER_NODE"] = processes = str(role.processes)
+    if RENDEZVOUS in role.ports:
+        port = found["NEMO_RUN_RDZV_PORT"] = str(ports[head][RENDEZVOUS])
+        if role.ranked:
+            world = {"NODE_RANK": rank, "WORLD_SIZE": str(role.replicas * role.processes)}
+            place = {"MASTER_ADDR": hosts[head], "MASTER_PORT": port}
+            return {**found, **world, **place, "LOCAL_WORLD_SIZE": processes}
+        # torchrun hosts the rendezvous only where the host's own name resolves to its address, and
+        # gives that name to the workers; beside 127.0.0.1 in /etc/hosts (Debian) both fail.
+        is_host = f"is_host={int(replica_id == head)}"
+        torchrun = {"PET_RDZV_CONF": is_host, "PET_LOCAL_ADDR": hosts[replica_id]}
+        found.update({key: torchrun[key] for key in torchrun if key not in role.task.env})
+    return found

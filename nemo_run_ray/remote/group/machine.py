@@ -144,7 +144,7 @@ class Group:
             words = f"the service {who} ended before the primaries: {event.words}"
             self._fail(code or 1, Reason.SERVICE_ENDED, words)
         elif code:
-            self._note(code, Reason.EXIT_CODE, f"{who}: {event.words}")
+            self.outcome = self.outcome or Outcome(code, Reason.EXIT_CODE, f"{who}: {event.words}")
             # The others of its role would wait for it.
             self._end(other for other in self.replicas.values() if other.role == replica.role)
 
@@ -175,12 +175,9 @@ class Group:
                 replica.life = ReplicaState.STOPPING
                 self._orders.append((END, replica.replica_id))
 
-    def _note(self, code: int, cause: Reason, words: str) -> None:
-        """The first outcome is the group's."""
-        self.outcome = self.outcome or Outcome(code, cause, words)
-
     def _fail(self, code: int, cause: Reason, words: str) -> None:
-        self._note(code, cause, words)
+        """End the group; the first outcome is its own."""
+        self.outcome = self.outcome or Outcome(code, cause, words)
         self.phase = Phase.ENDING
         self._end(self.replicas.values())
 

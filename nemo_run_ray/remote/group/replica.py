@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import socket
 from functools import partial
-from typing import Any, List, Mapping, NoReturn, Optional, Sequence
+from typing import Any, Mapping, NoReturn, Optional, Sequence
 
 from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
@@ -41,17 +41,20 @@ class ReplicaProcess:
 
     def serve(self) -> None:
         """Serve until the actor is gone."""
+        channel, children = self._channel, self._children
         obey = {"prepare": self._prepare, "start": self._start, "end": self._end}
         while True:
-            if self._channel in self._wait():
-                orders = self._channel.orders()
+            writing = [channel] if channel.has_unsent else []
+            idle_s = _IDLE_S if self._probing is None else _PROBING_S
+            if channel in children.wait([channel], writing, idle_s, not channel.is_full):
+                orders = channel.orders()
                 if orders is None:
                     return
                 for order in orders:
                     obey[order["do"]](order)
-            if self._children.children:
+            if children.children:
                 self._look_after()
-            self._channel.send()
+            channel.send()
 
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders."""
@@ -64,11 +67,6 @@ class ReplicaProcess:
         """Report that this process cannot continue."""
         self._channel.report("failed", words=words)
         self._channel.send_all()
-
-    def _wait(self) -> List[Any]:
-        writing = [self._channel] if self._channel.has_unsent else []
-        idle_s = _IDLE_S if self._probing is None else _PROBING_S
-        return self._children.wait([self._channel], writing, idle_s, not self._channel.is_full)
 
     # ------------------------------------------------------------------ orders
 
@@ -123,27 +121,22 @@ class ReplicaProcess:
         if is_over:
             self._over()
         elif self._probing is not None:
-            self._probe(self._probing)
-
-    def _probe(self, probing: Probing) -> None:
-        answer = probing.step()
-        if answer is not None:
-            self._probing = None
-            self._channel.report("unready" if answer else "ready", words=answer)
-        else:
-            words = probing.waiting()
-            if words is not None:
-                self._channel.report("waiting", words=words)
+            answer, waits = self._probing.step(), self._probing.waiting()
+            if answer is not None:
+                self._probing = None
+                self._channel.report("unready" if answer else "ready", words=answer)
+            elif waits is not None:
+                self._channel.report("waiting", words=waits)
 
     def _over(self) -> None:
         children, place = self._children.children, self._workspace
-        failed = sorted((one for one in children if one.code), key=lambda one: one.ended_at)
-        first = failed[0] if failed else children[0]
+        failed = [child for child in children if child.code]
+        first = min(failed or children[:1], key=lambda child: child.ended_at)
         words = first.ending
         if first.code and len(children) > 1:
             words = f"process {children.index(first)}: {words}"
         if place.role.task.keep_run_dir:
-            kept = f"nemo_run_ray: the run directory is kept: {place.root}\n"
-            self._channel.report_text(kept)
+            text = f"nemo_run_ray: the run directory is kept: {place.root}\n"
+            self._channel.report_text(text)
         self._channel.report("exited", code=first.code, words=words)
         self._children.clear()

@@ -83,21 +83,15 @@ def argv_of(spec: JobSpec, run_dir: RunDir, env: Mapping[str, str]) -> List[str]
     if spec.login_shell or spec.startup:
         startup = [run_dir.map(line) for line in spec.startup]
         return in_shell(argv, spec.login_shell, startup, spec.python)
-    if argv[0] == "python":
-        argv[0] = _python(spec, env)
+    if argv[0] == "python":  # the one asked for, the one on PATH, or the one that runs us
+        is_there = spec.python or shutil.which("python", path=env.get("PATH"))
+        argv[0] = (spec.python or "python") if is_there else sys.executable
     return argv
 
 
 def expand(word: str, env: Mapping[str, str]) -> str:
     """The word with NeMo-Run's macros replaced by their values."""
     return _MACROS.sub(lambda match: env.get(match.group(1), ""), word)
-
-
-def _python(spec: JobSpec, env: Mapping[str, str]) -> str:
-    """The interpreter for ``python``: the one asked for, the one on PATH, or ours."""
-    if spec.python is not None:
-        return spec.python
-    return "python" if shutil.which("python", path=env.get("PATH")) else sys.executable
 
 
 def in_shell(

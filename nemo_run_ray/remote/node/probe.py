@@ -13,7 +13,8 @@ import signal
 import socket
 import subprocess
 import time
-from typing import Mapping, Optional, Sequence
+from contextlib import suppress
+from typing import Mapping, Optional
 
 from ..spec import ProbeSpec
 from .supervise import before_exec
@@ -104,54 +105,44 @@ class Probing:
 
     def _ask(self) -> str:
         """The reason why it is not ready; empty when it is."""
-        if self._spec.kind == "command":
-            return self._run(self._spec.command)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_TRY_S)
-        connection = http.client.HTTPConnection(self._address, self._port)
+        spec, question = self._spec, self._question
         try:
+            if spec.kind == "command":
+                code = subprocess.call(
+                    spec.command,
+                    env=dict(self._env),
+                    cwd=self._cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    preexec_fn=before_exec,
+                    start_new_session=True,  # it may end its own group
+                )
+                return f"{question} ended with exit code {code}" if code else ""
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_TRY_S)
+            connection = http.client.HTTPConnection(self._address, self._port)
             connection.connect()
-        except OSError as error:
-            return f"{self._question} takes no connections: {error.strerror}{self._local_hint()}"
-        if self._spec.kind == "port":
-            return ""
-        try:
-            connection.request("GET", self._spec.path)
+            if spec.kind == "port":
+                return ""
+            connection.request("GET", spec.path)
             status = connection.getresponse().status
-        except OSError as error:
-            return f"{self._question} failed: {error}"
         except http.client.HTTPException as error:
-            return (
-                f"{self._question} is answered with {str(error).strip()[:80]!r}, which is not HTTP"
-            )
-        if status == self._spec.status:
-            return ""
-        return f"{self._question} is answered with {status}, not {self._spec.status}"
-
-    def _run(self, argv: Sequence[str]) -> str:
-        try:
-            code = subprocess.call(
-                argv,
-                env=dict(self._env),
-                cwd=self._cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                preexec_fn=before_exec,
-                start_new_session=True,  # it may end its own group
-            )
+            return f"{question} is answered with {str(error).strip()[:80]!r}, which is not HTTP"
         except OSError as error:
-            return f"{self._question} cannot be started: {error}"
-        return f"{self._question} ended with exit code {code}" if code else ""
-
-    def _local_hint(self) -> str:
-        if self._address == _LOCAL:
-            return ""
-        try:
-            socket.create_connection((_LOCAL, self._port)).close()
-        except OSError:
-            return ""
+            if spec.kind == "command":
+                return f"{question} cannot be started: {error}"
+            hint = ""
+            if isinstance(error, ConnectionRefusedError) and self._address != _LOCAL:
+                with suppress(OSError):
+                    socket.create_connection((_LOCAL, self._port)).close()
+                    hint = (
+                        f". It does listen on {_LOCAL}:{self._port}, where no other node can reach "
+                        "it; let it listen on 0.0.0.0"
+                    )
+            return f"{question} failed: {error.strerror or error}{hint}"
         return (
-            f". It does listen on {_LOCAL}:{self._port}, where no other node can reach it; let it "
-            "listen on 0.0.0.0"
+            ""
+            if status == spec.status
+            else f"{question} is answered with {status}, not {spec.status}"
         )

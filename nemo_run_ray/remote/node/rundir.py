@@ -18,6 +18,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import accumulate
 
 from ..files import own_folder
 
@@ -81,15 +82,20 @@ class RunDir:
         else:
             shutil.copytree(working_dir, self.code, symlinks=True)
             _restore_manifest(self.code)
-        for kind in ("configs", "scripts"):
-            source = os.path.join(jobs, job, kind)
-            target = os.path.join(self.mount, kind)
+        scripts = os.path.join(self.mount, "scripts")
+        for target in (os.path.join(self.mount, "configs"), scripts):
+            os.mkdir(target)
+            source = os.path.join(jobs, job, os.path.basename(target))
             if os.path.isdir(source):
-                shutil.copytree(source, target)
-            else:
-                os.mkdir(target)
-        for name in os.listdir(os.path.join(self.mount, "scripts")):
-            self._map_script(os.path.join(self.mount, "scripts", name))
+                shutil.copytree(source, target, dirs_exist_ok=True)
+        for name in os.listdir(scripts):
+            path = os.path.join(scripts, name)
+            os.chmod(path, 0o700)
+            with open(path, "r+b") as file:
+                text = self.map(os.fsdecode(file.read()))
+                file.seek(0)
+                file.truncate()
+                file.write(os.fsencode(text))
         main = os.path.join(jobs, "__main__.py")
         if os.path.exists(main):
             shutil.copy(main, self.root)
@@ -101,14 +107,6 @@ class RunDir:
     def remove(self) -> None:
         """Remove it; the base stays for other jobs."""
         shutil.rmtree(self.root, ignore_errors=True)
-
-    def _map_script(self, path: str) -> None:
-        with open(path, "r+b") as file:
-            text = self.map(os.fsdecode(file.read()))
-            file.seek(0)
-            file.truncate()
-            file.write(os.fsencode(text))
-        os.chmod(path, 0o700)
 
 
 def _restore_manifest(code: str) -> None:
@@ -139,36 +137,23 @@ def links_out(links: Mapping[str, str]) -> list[str]:
     Args:
         links: the target of each link, by its path in the folder.
     """
-    return [
-        name
-        for name in links
-        if name != os.path.normpath(name).lstrip("/")
-        or name.startswith("../")
-        or _leads_out(name, links)
-        or is_behind(os.path.dirname(name), links)
-    ]
-
-
-def is_behind(folder: str, links: Mapping[str, str]) -> bool:
-    """Whether a folder, or one above it, is a link."""
-    while folder and folder not in links:
-        folder = os.path.dirname(folder)
-    return bool(folder)
-
-
-def _leads_out(name: str, links: Mapping[str, str]) -> bool:
-    """Whether a link may: it is absolute, or has a ``..`` at the top or behind another link."""
-    here = name.split("/")[:-1]
-    is_behind_link = False
-    for part in links[name].split("/"):
-        if part == "..":
-            if not here or is_behind_link:
-                return True
-            here.pop()
-        elif part not in ("", "."):
-            here.append(part)
-            is_behind_link = is_behind_link or "/".join(here) in links
-    return links[name].startswith("/")
+    refused = []
+    for name, target in links.items():
+        # A link in another link would be made wherever that leads to.
+        folders = list(accumulate(name.split("/")[:-1], "{}/{}".format))
+        is_out = name != os.path.normpath(name).lstrip("/") or name.startswith("../")
+        is_out = is_out or target.startswith("/") or any(folder in links for folder in folders)
+        here = name.split("/")[:-1]
+        is_behind_link = False
+        for part in target.split("/"):
+            if part == "..":
+                is_out = is_out or not here or is_behind_link
+                here = here[:-1]
+            elif part not in ("", "."):
+                here.append(part)
+                is_behind_link = is_behind_link or "/".join(here) in links
+        refused += [name] if is_out else []
+    return refused
 
 
 def take_key() -> str:
@@ -203,35 +188,28 @@ def take_secrets(names: tuple[str, ...]) -> dict[str, str]:
     Raises:
         FileNotFoundError: one of them is not on this node.
     """
-    found = secrets_of(names)
+    values = read_secrets(names)
     remove_secrets()
-    return found
+    return values
 
 
-def secrets_of(names: tuple[str, ...]) -> dict[str, str]:
-    """The values of a job's secrets; their file is left for a program that is started again.
-
-    Raises:
-        FileNotFoundError: one of them is not on this node.
-    """
-    values = read_secrets()
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise FileNotFoundError(f"the secrets {', '.join(missing)} are not on this node")
-    return {name: values[name] for name in names}
-
-
-def read_secrets() -> dict[str, str]:
+def read_secrets(names: tuple[str, ...] = ()) -> dict[str, str]:
     """The secrets that were sent along, by name; none if no archive has some.
 
     Their file is left for another reading, to its owner alone.
+
+    Raises:
+        FileNotFoundError: one of the names is not on this node.
     """
     path = archived(SECRETS)
-    if path is None:
-        return {}
-    os.chmod(path, 0o600)
-    with open(path, encoding="utf-8") as file:
-        values: dict[str, str] = json.load(file)
+    values: dict[str, str] = {}
+    if path is not None:
+        os.chmod(path, 0o600)
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise FileNotFoundError(f"the secrets {', '.join(missing)} are not on this node")
     return values
 
 

@@ -17,7 +17,6 @@ tag.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import select
@@ -79,62 +78,58 @@ def supervise(tag: str, work: Callable[[Runner], int]) -> EndRecord:
     If the runner was killed, it is not known what remains: a process may hide from the tag.
     """
     began_at = time.time()
-    own_end, runner_end = socket.socketpair()
+    runner, watchdog = socket.socketpair()
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until the handlers below are there
     child = os.fork()
     if child == 0:
-        own_end.close()
+        runner.close()
         if os.fork():
             os._exit(0)
-        _be_runner(runner_end, tag, work)
-    runner_end.close()
+        _be_runner(watchdog, tag, work)
+    watchdog.close()
     os.waitpid(child, 0)
     signals = wake_at(*ENDING)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    answer = _await(own_end, signals)
-    killed = kill_tagged(tag)  # none, unless the runner was killed or failed
-    if answer:
-        end = EndRecord(**json.loads(answer))
-        return end._replace(began_at=began_at, ended_at=time.time())
-    say("")  # the output may end in the middle of a line
-    text = f"the package's process on this node was killed, and {killed} others with it"
-    say(text)
-    return EndRecord(137, "", text, began_at, time.time(), left_on=None)
-
-
-def _await(runner: socket.socket, signals: int) -> bytes:
-    """Pass SIGTERM on to the runner, and return its last message; empty if it was killed."""
-    answer = b""
-    while True:
+    answer, is_open = b"", True
+    while is_open:
         ready, _, _ = select.select([runner.fileno(), signals], [], [])
         if signals in ready:
             os.read(signals, 1024)
-            _send(runner, b"T")
+            with suppress(OSError):  # the runner is dead, and the next read says so
+                runner.sendall(b"T")
         if runner.fileno() in ready:
             # It may end before it has read the last signal; its answer comes all the same.
             with suppress(ConnectionResetError):
                 data = runner.recv(4096)
-                if not data:
-                    return answer
-                answer += data
+                answer, is_open = answer + data, bool(data)
+    killed = kill_tagged(tag)  # none, unless the runner was killed or failed
+    if answer:
+        end = EndRecord(**json.loads(answer))
+    else:
+        text = f"the package's process on this node was killed, and {killed} others with it"
+        say("")  # the output may end in the middle of a line
+        say(text)
+        end = EndRecord(137, "", text, left_on=None)
+    return end._replace(began_at=began_at, ended_at=time.time())
 
 
 def _be_runner(watchdog: socket.socket, tag: str, work: Callable[[Runner], int]) -> NoReturn:
-    end = EndRecord(125, "", "")
     runner = Runner(watchdog, tag)
+    code = 125
     try:
         os.setsid()
         for number in ENDING:  # the watchdog passes them on; Ray may still send them here
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         code = work(runner)
-        end = EndRecord(code, runner.cause, runner.ending, left_on=runner.left_on)
     except Exception as error:  # the last frame of this process: only the log can show it
         text = f"the command cannot be run: {type(error).__name__}: {error}".replace("\n", " ")
         say(text)
-        end = EndRecord(125, "", text, left_on=runner.left_on)
+        runner.cause, runner.ending = "", text
     finally:
-        _send(watchdog, json.dumps(end._asdict()).encode())
+        end = EndRecord(code, runner.cause, runner.ending, left_on=runner.left_on)
+        with suppress(OSError):  # the watchdog is dead
+            watchdog.sendall(json.dumps(end._asdict()).encode())
         os._exit(0)
 
 
@@ -147,7 +142,6 @@ class Runner:
         #: See ``EndRecord``: its text, cause and ``left_on``.
         self.ending, self.cause = "", "NONE"
         self.left_on: Optional[Tuple[str, ...]] = ()
-        self.cancelled = False
 
     def order(self) -> Optional[bytes]:
         """Read the watchdog's message: ``T`` to end, empty when it is dead, or ``None``."""
@@ -161,17 +155,17 @@ class Runner:
         """
         if self.order() is not None:
             # Ray holds a stop that comes before the start back until the start.
-            self.cancelled, self.cause = True, "CANCELLED"
-            self.ending = "cancelled before it started"
+            self.cause, self.ending = "CANCELLED", "cancelled before it started"
             return 143
         children = Supervisor()
         command = children.add(Child(argv, {**env, TAG: self._tag}, cwd, Output().take))
         if command.reason:  # readers of what the command has printed do not see the last line
             say(command.reason)
         watched = [self._watchdog]
+        is_cancelled = False
         while not children.step(grace_s):
             if self._watchdog in children.wait(watched):
-                self.cancelled = True
+                is_cancelled = True
                 if self._watchdog.recv(1):
                     children.end(grace_s)
                 else:  # the watchdog is dead: its killer wants the job to end
@@ -179,7 +173,7 @@ class Runner:
                     children.end(0.0)
         code = command.code or 0
         self.ending, self.cause = command.ending, "EXIT_CODE" if code else "NONE"
-        if self.cancelled:
+        if is_cancelled:
             self.ending, self.cause = f"cancelled; {NO_PROCESS_LEFT}", "CANCELLED"
         return code
 
@@ -305,13 +299,10 @@ class Supervisor:
             Those of ``reading`` and ``writing`` that are ready.
         """
         talking = [child for child in self.children if takes_output and child.fd is not None]
-        busy = self.are_ending or any(child.code is not None for child in self.children)
-        ready, writable, _ = select.select(
-            [*reading, self._wake, *(child.fd for child in talking)],
-            list(writing),
-            [],
-            ROUND_S if busy else idle_s,
-        )
+        fds = [*reading, self._wake, *(child.fd for child in talking)]
+        is_busy = self.are_ending or any(child.code is not None for child in self.children)
+        timeout_s = ROUND_S if is_busy else idle_s
+        ready, writable, _ = select.select(fds, list(writing), [], timeout_s)
         if self._wake in ready:
             os.read(self._wake, 1024)
         for child in talking:
@@ -361,11 +352,6 @@ class Supervisor:
         for child in self.children:
             if child.pid in codes:
                 child.code, child.ended_at = codes[child.pid], time.monotonic()
-
-
-def _send(channel: socket.socket, data: bytes) -> None:
-    with suppress(OSError):  # the other one is dead; both sides act on that when they read
-        channel.sendall(data)
 
 
 def collect() -> Iterator[Tuple[int, int]]:
@@ -480,24 +466,18 @@ def explain_start(
 ) -> Tuple[int, str]:
     """The exit code of a command that could not be started, and why, in words."""
     host, program = socket.gethostname(), argv[0]
-    if isinstance(error, FileNotFoundError):
-        if not os.path.isdir(cwd or "."):
-            why = f"the folder {cwd} does not exist on node {host}"
-        elif "/" in program and os.path.exists(os.path.join(cwd or "", program)):
-            why = f"{program!r} begins with the name of an interpreter that node {host} lacks"
-        else:
-            why = (
-                f"there is no program {program!r} on node {host} (PATH={env.get('PATH', '')}); "
-                "install it in the node's image or give it by `runtime_env`"
-            )
-        return 127, f"exit code 127: {why}"
-    text = f"exit code 126: {program!r} cannot be started on node {host}: {error}"
-    if getattr(error, "errno", None) == errno.E2BIG:
-        text += (
-            ". Linux takes 128 KiB for one argument or variable and about 2 MiB for all; put large "
-            "values into a file."
+    if not isinstance(error, FileNotFoundError):
+        return 126, f"exit code 126: {program!r} cannot be started on node {host}: {error}"
+    if not os.path.isdir(cwd or "."):
+        why = f"the folder {cwd} does not exist on node {host}"
+    elif "/" in program and os.path.exists(os.path.join(cwd or "", program)):
+        why = f"{program!r} begins with the name of an interpreter that node {host} lacks"
+    else:
+        why = (
+            f"there is no program {program!r} on node {host} (PATH={env.get('PATH', '')}); "
+            "install it in the node's image or give it by `runtime_env`"
         )
-    return 126, text
+    return 127, f"exit code 127: {why}"
 
 
 def _prctl(option: int, value: Any) -> None:

@@ -12,7 +12,6 @@ from nemo_run_ray.remote.group import driver
 from nemo_run_ray.remote.group.driver import (
     NODE_ID,
     PlacementGroup,
-    own_python_s,
     requests_of,
     why_never,
     why_waiting,
@@ -347,18 +346,3 @@ def test_a_role_that_spreads_tries_other_nodes_while_it_waits(ray, clock):
     for one in ray.asked:
         chosen = [selector["ray.io/node-id"] for selector in one["selectors"]]
         assert sorted(chosen) == ["in(a)", "in(b)"]
-
-
-@pytest.mark.parametrize(
-    ("runtime_env", "limit_s"),
-    [
-        ({"pip": ["torch"]}, float("inf")),
-        ({"py_executable": "/opt/python"}, 90),
-        ({"py_executable": "uv run --with torch"}, 690),
-        ({"py_executable": "a", "uv": [], "config": {"setup_timeout_seconds": 1800}}, 1890),
-    ],
-)
-def test_a_worker_by_an_interpreter_of_the_role_has_90_s_after_what_is_installed(
-    runtime_env, limit_s
-):
-    assert own_python_s(runtime_env) == limit_s

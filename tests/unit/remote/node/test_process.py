@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from nemo_run_ray.remote.end_record import end_mark, record_in
-from nemo_run_ray.remote.node.supervise import explain_start
 
 _NONCE = "0123456789abcdef"
 _MARK = end_mark(_NONCE)
@@ -288,14 +287,6 @@ def test_a_program_that_cannot_be_run(start, tmp_path):
     assert kept.end() == 126
     assert "'./data' cannot be started" in kept.ending
     assert kept.ending in kept.output, "readers without --raw do not see the last line"
-
-
-def test_arguments_too_long_for_linux_name_its_limits():
-    with pytest.raises(OSError, match="Argument list too long") as caught:
-        subprocess.Popen(["true", "x" * 2**17])
-    code, reason = explain_start(["true"], {}, "/", caught.value)
-    assert code == 126
-    assert "Linux takes 128 KiB for one argument" in reason
 
 
 def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
