@@ -17,6 +17,7 @@ from nemo_run_ray.clusters import from_record, local
 from nemo_run_ray.clusters.local import MARKER, LocalState
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote import local_watch
+from nemo_run_ray.remote.dashboard import Unanswered
 from nemo_run_ray.remote.local_watch import process_identity
 from nemo_run_ray.remote.node.output import CUT
 from tests.conftest import wait_for
@@ -194,11 +195,14 @@ def test_what_nobody_uses_is_stopped_after_a_while(home, monkeypatch, fields, ta
     monkeypatch.setattr(local_watch.subprocess, "run", stop)
     left = list(tables)
 
-    def look(*_: object) -> list[dict[str, str]] | None:
+    def table() -> list[dict[str, str]]:
         text = left.pop(0) if len(left) > 1 else left[0]
-        return json.loads(text) if text else None
+        if not text:
+            raise Unanswered
+        return json.loads(text)
 
-    monkeypatch.setattr(local_watch, "_jobs", look)
+    client = SimpleNamespace(table=table)
+    monkeypatch.setattr(local_watch, "DashboardClient", lambda *_: client)
     if stopped_at is None:
         with contextlib.suppress(TimeoutError):
             local_watch.main(str(home._path), "/tmp/nray-x", 600)
