@@ -21,7 +21,7 @@ import json
 import os
 import re
 from contextlib import suppress
-from typing import Dict, Iterator, List, Set
+from typing import Iterator
 
 from .spec import JobRow, JobRows, rows_in
 from .status import first_id, is_active, is_pending
@@ -36,7 +36,7 @@ ALLOCATION_ENDED = "NEMO_RUN_RAY_ALLOCATION_ENDED"
 
 
 def rows_of(
-    table: str, kept: Set[str], written_at: float, why: str = "", is_over: bool = True
+    table: str, kept: set[str], written_at: float, why: str = "", is_over: bool = True
 ) -> JobRows:
     """The rows of kept dispatches in the job table of an earlier run.
 
@@ -47,7 +47,7 @@ def rows_of(
         why: the reason why the run was over; empty if unknown.
         is_over: as far as anybody can know. A job that had not ended has ended with its run.
     """
-    rows: Dict[str, JobRow] = {}
+    rows: dict[str, JobRow] = {}
     for name, row in rows_in(table).items():
         if first_id(name) in kept:
             rows[name] = row
@@ -94,7 +94,7 @@ def carries_dispatches(allocation: str, run: str) -> bool:
     return exists(os.path.join(allocation, RENEWED)) or any(_runs_before(allocation, run))
 
 
-def kept_dispatches(allocation: str) -> List[str]:
+def kept_dispatches(allocation: str) -> list[str]:
     """The folders of the dispatches that are kept for the cluster of an allocation.
 
     Raises:
@@ -105,13 +105,13 @@ def kept_dispatches(allocation: str) -> List[str]:
     return [path for path in paths if exists(os.path.join(path, IDS))]
 
 
-def kept_ids(allocation: str) -> Set[str]:
+def kept_ids(allocation: str) -> set[str]:
     """First ids of the dispatchers and jobs of all kept dispatches.
 
     Raises:
         OSError: they cannot be read now.
     """
-    ids: Set[str] = set()
+    ids: set[str] = set()
     for folder in kept_dispatches(allocation):
         with open(os.path.join(folder, IDS), encoding="utf-8") as file:
             ids |= set(file.read().split())
@@ -140,7 +140,7 @@ def _runs_before(allocation: str, run: str) -> Iterator[str]:
         folder = os.path.join(parent, str(int(number) - 1))
 
 
-def _names(folder: str) -> List[str]:
+def _names(folder: str) -> list[str]:
     """The names in a folder, those of runs by their numbers."""
     with suppress(FileNotFoundError):
         names = os.listdir(folder)

@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, Sequence
 from urllib.parse import quote, urlencode, urlsplit
 
 from .spec import JobRow, fits, job_rows
@@ -89,15 +89,15 @@ class DashboardClient:
 
     def session(self) -> str:
         """Ray's name of this start of the cluster."""
-        return str(self._read("/api/version", Dict[str, Any]).get("session_name", ""))
+        return str(self._read("/api/version", dict[str, Any]).get("session_name", ""))
 
-    def alive_nodes(self) -> List[Dict[str, Any]]:
+    def alive_nodes(self) -> list[dict[str, Any]]:
         """Ray's rows of the living nodes, with ``node_id`` and ``node_ip``."""
         shape = {"data": {"result": {"result": [_NODE]}}}
         rows = self._read("/api/v0/nodes?limit=10000", shape)["data"]["result"]["result"]
         return [row for row in rows if row["state"] == "ALIVE"]
 
-    def rows(self) -> List[JobRow]:
+    def rows(self) -> list[JobRow]:
         """The rows of the job table that are of submitted jobs.
 
         Raises:
@@ -105,16 +105,16 @@ class DashboardClient:
         """
         return job_rows(self.table())
 
-    def table(self) -> List[Dict[str, Any]]:
+    def table(self) -> list[dict[str, Any]]:
         """The job table as Ray gives it, also with programs that were not submitted as jobs.
 
         Raises:
             Unanswered: it cannot be read.
         """
-        table: List[Dict[str, Any]] = self._read("/api/jobs/", List[Dict[str, Any]])
+        table: list[dict[str, Any]] = self._read("/api/jobs/", list[dict[str, Any]])
         return table
 
-    def post(self, body: Dict[str, Any]) -> bool:
+    def post(self, body: dict[str, Any]) -> bool:
         """Ask for a job, and return whether Ray took it now. It may have it already.
 
         Raises:
@@ -136,7 +136,7 @@ class DashboardClient:
         if status != 404:
             self._check(status, "a stop", text)
 
-    def log_end(self, node: str, submission_id: str) -> Optional[str]:
+    def log_end(self, node: str, submission_id: str) -> str | None:
         """The end of a job's log; ``None`` when it is not available now."""
         query = {**log_query(node, submission_id, LINES), "timeout": str(ANSWER_S)}
         try:
@@ -165,7 +165,7 @@ class DashboardClient:
         if status != 200:
             raise Unanswered(f"{self.url} answered {status} to {what}: {last_line(text)}")
 
-    def _send(self, method: str, path: str, data: Optional[bytes] = None) -> Tuple[int, bytes]:
+    def _send(self, method: str, path: str, data: bytes | None = None) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
         with suppress(OSError):  # then the cluster says that it wants a token
             token = self.token()
@@ -242,7 +242,7 @@ def own_dashboard() -> str:
     return "" if os.environ.get(EMBEDDED) else os.environ.get(DASHBOARD, "")
 
 
-def log_query(node: str, submission_id: str, lines: int) -> Dict[str, str]:
+def log_query(node: str, submission_id: str, lines: int) -> dict[str, str]:
     """Parameters that ask ``LOG_FILE`` for the end of a job's log, or for all of it by -1 lines."""
     name = f"job-driver-{submission_id}.log"
     return {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}

@@ -33,9 +33,9 @@ _ERRORS = {"JOB_SUPERVISOR_ACTOR_START_FAILURE", "JOB_SUPERVISOR_ACTOR_DIED", _S
 RECORDS = "_job_info_client.put_status("
 #: Seconds until a node or a log without an answer is asked again, twice as long each time.
 _AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
-#: Requests get a tenth of the time, each counts as 0.05 s at least, and after a pause twenty may be
-#: sent at once: a look must not wait for every node of a rack that is cut off.
-_COST_S, _PART, _RESERVE_S = 0.05, 0.1, 10.0
+#: Requests without a result get a tenth of the time: a look must not wait for every node of a rack
+#: that is cut off.
+_PART = 0.1
 
 
 class EndRecord(NamedTuple):
@@ -146,7 +146,7 @@ class LostEnds:
         self._clock = clock
         self._ends: Dict[str, Dict[str, Any]] = {}  # by job and time of its end
         self._pauses: Dict[str, Tuple[float, float]] = {}  # of a node or a job: until, how long
-        self._paid_until = -math.inf  # for all requests
+        self._next_at = -math.inf  # for all requests
 
     def restored(self, row: JobRow) -> JobRow:
         """The row with the end that the job's log proves; the row itself when it proves none.
@@ -167,17 +167,16 @@ class LostEnds:
         key = f"{name} {row.get('end_time')}"
         if key not in self._ends:
             asked_at = self._clock()
-            until = max(self._pauses.get(about, (-math.inf, 0))[0] for about in (name, node))
-            if asked_at < until or asked_at <= self._paid_until:
+            pauses = [self._pauses.get(about, (-math.inf, _AGAIN_S / 2)) for about in (name, node)]
+            if asked_at < max(self._next_at, *(until for until, _ in pauses)):
                 return row
             text = self._log_end(node, name)
-            now = self._clock()
-            cost_s = max(now - asked_at, _COST_S) / _PART
-            self._paid_until = max(self._paid_until, now - _RESERVE_S) + cost_s
             end = None if text is None else _end(row, text)
             if end is None:
-                about = node if text is None else name
-                pause_s = min(2 * self._pauses.get(about, (0, _AGAIN_S / 2))[1], _AGAIN_MAX_S)
+                now = self._clock()
+                self._next_at = now + (now - asked_at) / _PART
+                about, (_, pause_s) = (node, pauses[1]) if text is None else (name, pauses[0])
+                pause_s = min(2 * pause_s, _AGAIN_MAX_S)
                 self._pauses[about] = now + pause_s, pause_s
                 return row
             self._ends[key] = end

@@ -14,7 +14,7 @@ import grp
 import os
 import pwd
 import stat
-from typing import IO, Iterator, Tuple, Union
+from typing import IO, Iterator, Union
 
 #: In jobs on an allocation of Slurm: the folder of this run of Slurm's job, and that of the
 #: allocation where a client has asked for it by a name.
@@ -126,7 +126,7 @@ def own_folder(path: str) -> str:
     return path
 
 
-def _steps(path: str) -> Iterator[Tuple[str, os.stat_result, bool]]:
+def _steps(path: str) -> Iterator[tuple[str, os.stat_result, bool]]:
     """The folders and links on the way to a path, and itself, as far as they exist."""
     step, names, links = "/", path.split("/")[::-1], 0
     yield step, os.lstat(step), any(names)
@@ -150,7 +150,7 @@ def _steps(path: str) -> Iterator[Tuple[str, os.stat_result, bool]]:
             names += target.split("/")[::-1]
 
 
-def _owners() -> Tuple[int, ...]:
+def _owners() -> tuple[int, ...]:
     """Ids of the users who may own what is trusted: this one, and root.
 
     In a user namespace without the host's root, as in many containers, root's files show the id of

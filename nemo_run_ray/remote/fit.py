@@ -6,7 +6,7 @@ Ray places; this only explains. It is used for groups, arrays, the status of a t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterable, Mapping, Sequence
 
 #: Ray counts in steps of 0.0001.
 TOLERANCE = 1e-5
@@ -38,7 +38,7 @@ class Node:
     address: str
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)
-    free: Optional[Mapping[str, float]] = None
+    free: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def request_of(reservation: Mapping[str, Any]) -> ResourceRequest:
     )
 
 
-def nodes_of(rows: Iterable[Mapping[str, Any]]) -> List[Node]:
+def nodes_of(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
     """The living nodes of ``ray.nodes()``."""
     return [
         Node(
@@ -115,18 +115,18 @@ def slots(available: Mapping[str, float], need: Mapping[str, float]) -> int:
     )
 
 
-def labelled(selector: Mapping[str, str], nodes: Sequence[Node]) -> List[Node]:
+def labelled(selector: Mapping[str, str], nodes: Sequence[Node]) -> list[Node]:
     """The nodes with such labels."""
     return [node for node in nodes if matches(selector, node.labels)]
 
 
-def hosts(request: ResourceRequest, nodes: Sequence[Node]) -> List[Node]:
+def hosts(request: ResourceRequest, nodes: Sequence[Node]) -> list[Node]:
     """The nodes that can take it when they are idle."""
     able = labelled(request.selector, nodes)
     return [node for node in able if fits(request.resources, node.resources)]
 
 
-def scarce(request: ResourceRequest, node: Node) -> List[str]:
+def scarce(request: ResourceRequest, node: Node) -> list[str]:
     """The resources of which a node has too little free."""
     free = node.free or {}
     return [name for name, amount in request.resources.items() if not fits({name: amount}, free)]
@@ -137,10 +137,10 @@ def has_room(request: ResourceRequest, node: Node) -> bool:
     return node.free is not None and not scarce(request, node)
 
 
-def best(request: ResourceRequest, nodes: Sequence[Node]) -> Optional[Node]:
+def best(request: ResourceRequest, nodes: Sequence[Node]) -> Node | None:
     """The node that lacks least now, among those that can take it when idle."""
 
-    def lacks(node: Node) -> Tuple[float, str]:
+    def lacks(node: Node) -> tuple[float, str]:
         free, asked = node.free or {}, request.resources.items()
         parts = [max(0.0, amount - free.get(name, 0.0)) / amount for name, amount in asked]
         return sum(parts), node.node_id

@@ -13,7 +13,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Optional
 
 from .dashboard import DashboardClient, Unanswered
 
@@ -62,7 +61,7 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
             used_at = time.monotonic()  # somebody came meanwhile
 
 
-def process_identity(pid: int) -> Optional[str]:
+def process_identity(pid: int) -> str | None:
     """A lasting name of the process of that pid; ``None`` when there is none, or a zombie.
 
     It consists of the boot and the ticks since then: a wall clock that is set changes neither.
@@ -78,6 +77,6 @@ def process_identity(pid: int) -> Optional[str]:
         return f"{file.read().strip()}/{int(fields[19])}"
 
 
-def is_running(pid: int, born: Optional[str]) -> bool:
+def is_running(pid: int, born: str | None) -> bool:
     """Whether the process of that pid is the one with that identity."""
     return born is not None and born == process_identity(pid)

@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import asdict, dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterable, Mapping
 
 from .end_record import RECORDS, describe_exit, record_in
 from .spec import NONCE_KEY, JobRow, nonce_of
@@ -240,7 +240,7 @@ class JobStatus:
     detail: str = ""
     node: str = ""
     attempt: int = 1
-    waits_for: Tuple[str, ...] = ()
+    waits_for: tuple[str, ...] = ()
     tail: str = ""
     job: str = field(default="", compare=False)
     experiment: str = field(default="", compare=False)
@@ -475,10 +475,10 @@ class Attempt:
     nonce: str = ""
     posted_at: float = 0.0
     ended_at: float = 0.0
-    exit_code: Optional[int] = None
+    exit_code: int | None = None
     claim: str = ""
     retries: int = 0
-    permanent_exit_codes: Tuple[int, ...] = ()
+    permanent_exit_codes: tuple[int, ...] = ()
 
     @property
     def is_live(self) -> bool:
@@ -509,13 +509,12 @@ def file_of(submission_id: str, kind: str) -> str:
     return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 
 
-def attempts_of(ids: Sequence[str], table: Mapping[str, Attempt]) -> Dict[str, Dict[int, Attempt]]:
+def attempts_of(ids: Iterable[str], table: Mapping[str, Attempt]) -> dict[str, dict[int, Attempt]]:
     """The rows of these ids' attempts, by id and number."""
-    wanted = set(ids)
-    found: Dict[str, Dict[int, Attempt]] = {first: {} for first in ids}
+    found: dict[str, dict[int, Attempt]] = {first: {} for first in ids}
     for submission_id, row in table.items():
         match = _ATTEMPT.fullmatch(submission_id)
-        if match and match[1] in wanted:
+        if match and match[1] in found:
             found[match[1]][int(match[2] or 1)] = row
     # They are in the order of their numbers, so that the table's order does not matter.
     return {first: dict(sorted(rows.items())) for first, rows in found.items()}
@@ -536,12 +535,12 @@ def attempt_of_row(row: JobRow) -> Attempt:
     )
 
 
-def _numbers(text: Any) -> Tuple[int, ...]:
+def _numbers(text: Any) -> tuple[int, ...]:
     """The numbers of ``1,2``, which another program may have written."""
     return tuple(map(int, re.findall(r"[0-9]{1,9}", str(text))))
 
 
-def claim_body(submission_id: str, nonce: str, why: str) -> Dict[str, Any]:
+def claim_body(submission_id: str, nonce: str, why: str) -> dict[str, Any]:
     """The body of a request that takes an id, so that nothing can be started under it."""
     return {
         "submission_id": submission_id,

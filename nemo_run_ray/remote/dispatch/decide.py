@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Mapping, NamedTuple, Sequence
 
 from ..files import ENDS_AT, LASTS_S, RENEWS
 from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
@@ -41,7 +41,7 @@ CLOSING_S = 5.0
 
 
 #: A job that may be started, and the number of its attempt.
-_Start = Tuple[DispatchedJobSpec, int]
+_Start = tuple[DispatchedJobSpec, int]
 
 
 class Do(str, Enum):
@@ -82,8 +82,8 @@ class Decision:
         is_out_of_time: nothing runs, and what could start needs more time than remains.
     """
 
-    actions: Tuple[Action, ...]
-    statuses: Dict[str, JobStatus]
+    actions: tuple[Action, ...]
+    statuses: dict[str, JobStatus]
     is_out_of_time: bool = False
 
     @property
@@ -96,7 +96,7 @@ def decide(
     table: Mapping[str, Attempt],
     now: float,
     node_dead_s: float = NODE_DEAD_S,
-    time_left: Optional[TimeLeft] = None,
+    time_left: TimeLeft | None = None,
 ) -> Decision:
     """Decide about the next actions and the status of every job of the dispatch.
 
@@ -107,16 +107,13 @@ def decide(
         node_dead_s: seconds from a node's death until nothing can run on it any more.
         time_left: of the cluster's allocation; ``None`` where nothing ends it.
     """
-    outside = [upstream for job in dispatch.jobs for upstream in job.outside]
-    ids = [job.id for job in dispatch.jobs] + [upstream.id for upstream in outside]
-    ids += [upstream.dispatcher for upstream in outside if upstream.dispatcher]
-    attempts = attempts_of(ids, table)
+    attempts = attempts_of(dispatch.ids, table)
     cancel = table.get(dispatch.cancel_id)
     cancelled = cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
 
-    statuses: Dict[str, JobStatus] = {}
-    actions: List[Action] = []
-    ready: List[_Start] = []
+    statuses: dict[str, JobStatus] = {}
+    actions: list[Action] = []
+    ready: list[_Start] = []
     for job in dispatch.jobs:
         rows = attempts[job.id]
         needs = [(name, statuses[name]) for name in job.after]
@@ -129,7 +126,7 @@ def decide(
             is_unproven = last is not None and last.status.reason in _UNPROVEN
             if last is None or not is_unproven or now >= last.ended_at + node_dead_s:
                 ready.append((job, status.attempt + 1))
-    in_time: List[_Start] = []
+    in_time: list[_Start] = []
     for job, number in ready:
         if time_left is None or time_left.has(job.time_s):
             in_time.append((job, number))
@@ -150,7 +147,7 @@ def decide(
 def _status(
     job: DispatchedJobSpec,
     rows: Mapping[int, Attempt],
-    needs: Sequence[Tuple[str, JobStatus]],
+    needs: Sequence[tuple[str, JobStatus]],
     cancelled: bool,
 ) -> JobStatus:
     """The status of one job: its attempts decide, and before each the jobs that it depends on."""
@@ -183,7 +180,7 @@ def _status(
 
 def _status_outside(
     upstream: OutsideSpec,
-    attempts: Mapping[str, Dict[int, Attempt]],
+    attempts: Mapping[str, dict[int, Attempt]],
     table: Mapping[str, Attempt],
 ) -> JobStatus:
     """The status of a job of another experiment, as far as the table proves it."""
@@ -209,7 +206,7 @@ def _stops(
     status: JobStatus,
     cancelled: bool,
     now: float,
-) -> List[Action]:
+) -> list[Action]:
     """Every attempt that must not go on; and the claim that gives up what was not placed."""
     live = [number for number, row in rows.items() if row.is_live and row.nonce == job.nonce]
     if not live:
@@ -222,7 +219,7 @@ def _stops(
     is_late = limit_s is not None and now - rows[first].posted_at > limit_s
     is_last = newest == max(rows) and not status.state.is_terminal
     why = CANCELLED if cancelled else status.detail or "it is superseded"
-    actions: List[Action] = []
+    actions: list[Action] = []
     if is_last and rows[newest].status.state is JobState.PENDING and (cancelled or is_late):
         # The claim comes first: it says why, to any client that sees the stopped attempt, which Ray
         # shows as pending until there is room for it.
@@ -237,37 +234,27 @@ def _stops(
 def _submits(
     dispatch: DispatchSpec,
     ready: Sequence[_Start],
-    attempts: Mapping[str, Dict[int, Attempt]],
+    attempts: Mapping[str, dict[int, Attempt]],
     now: float,
-) -> List[Action]:
+) -> list[Action]:
     """The attempts to hand over, in the order of the jobs, as far as there is room for them."""
     limit = dispatch.max_in_flight
-    starting, live, stuck, crowded, pending = 0, 0, set(), set(), set()
+    starting, live, stuck = 0, 0, set()
     for job in dispatch.jobs:
         for row in attempts[job.id].values():
-            if row.nonce != job.nonce:
-                continue  # a stranger's asked for a room of its own
-            if row.status.reason is Reason.START_TIMEOUT:
-                crowded.add(job.shape)  # from now on one at a time waits for such room
-            if not row.is_live:
-                continue
-            live += 1
-            if row.status.state is JobState.PENDING:
-                pending.add(job.shape)
-                if now - row.posted_at > STUCK_S:
-                    stuck.add(job.shape)
-                else:
-                    starting += 1
-    submits: List[Action] = []
+            if row.is_live and row.nonce == job.nonce:
+                live += 1
+                if row.status.state is JobState.PENDING:
+                    starting += now - row.posted_at <= STUCK_S
+                    stuck |= {job.shape} if now - row.posted_at > STUCK_S else set()
+    submits: list[Action] = []
     for job, number in ready:
         if (limit is not None and live >= limit) or starting >= STARTING_MAX:
             break
-        if job.shape in stuck or job.shape in crowded & pending:
-            continue
-        name = attempt_id(job.id, number)
-        submits.append(Action(Do.SUBMIT, job.name, name, f"attempt {number}"))
-        live, starting = live + 1, starting + 1
-        pending.add(job.shape)
+        if job.shape not in stuck:
+            name = attempt_id(job.id, number)
+            submits.append(Action(Do.SUBMIT, job.name, name, f"attempt {number}"))
+            live, starting = live + 1, starting + 1
     return submits
 
 
@@ -275,7 +262,7 @@ def _submits(
 
 
 def status_of_attempts(
-    rows: Mapping[int, Attempt], retries: int, permanent_exit_codes: Tuple[int, ...]
+    rows: Mapping[int, Attempt], retries: int, permanent_exit_codes: tuple[int, ...]
 ) -> JobStatus:
     """The status of a job with at least one attempt or claim.
 
@@ -342,7 +329,7 @@ class TimeLeft(NamedTuple):
     lasts_s: float
     renews: bool
 
-    def why_never(self, time_s: Optional[float]) -> str:
+    def why_never(self, time_s: float | None) -> str:
         """The reason for never starting a job that needs so long; empty if there is none."""
         if time_s is None or time_s <= (self.lasts_s if self.renews else self.left_s):
             return ""
@@ -350,14 +337,14 @@ class TimeLeft(NamedTuple):
             return f"it needs {time_s:g} s, and each allocation lasts {self.lasts_s:.0f} s"
         return f"it needs {time_s:g} s, and its allocation ends in {max(self.left_s, 0):.0f} s"
 
-    def has(self, time_s: Optional[float]) -> bool:
+    def has(self, time_s: float | None) -> bool:
         """Whether a job that needs so long may begin now."""
         if self.renews and self.left_s < CLOSING_S:
             return False  # the next allocation would not know that it has begun
         return time_s is None or time_s <= self.left_s
 
 
-def time_left(env: Mapping[str, str], now: float) -> Optional[TimeLeft]:
+def time_left(env: Mapping[str, str], now: float) -> TimeLeft | None:
     """The remaining time by a job's environment; ``None`` where nothing ends the cluster.
 
     Args:

@@ -15,7 +15,7 @@ import os
 import time
 import zipfile
 from contextlib import suppress
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Mapping
 
 from .. import carried_over
 from ..dashboard import (
@@ -85,13 +85,13 @@ class Dispatcher:
         self._parent = os.getppid()
         self._jobs = {job.name: job for job in dispatch.jobs}
         self._ids = dispatch.ids
-        self._reported: Dict[str, tuple[JobState, int, Reason]] = {}
-        self._stops: Dict[str, tuple[float, float]] = {}  # first and last request, by attempt
-        self._errors: Dict[str, float] = {}  # first unexplained error of an attempt
-        self._troubles: Dict[str, str] = {}  # in the log already, by what they are about
+        self._reported: dict[str, tuple[JobState, int, Reason]] = {}
+        self._stops: dict[str, tuple[float, float]] = {}  # first and last request, by attempt
+        self._errors: dict[str, float] = {}  # first unexplained error of an attempt
+        self._troubles: dict[str, str] = {}  # in the log already, by what they are about
         self._changed_at = self._present_at = clock()
         self._look_s = 0.0
-        self._earlier: Optional[Dict[str, Attempt]] = None  # not read yet
+        self._earlier: dict[str, Attempt] | None = None  # not read yet
         self._ends = LostEnds(api.log_end)
 
     def run(self, sleep: Callable[[float], None] = time.sleep) -> int:
@@ -106,7 +106,7 @@ class Dispatcher:
                 return code
             sleep(self.pace_s())
 
-    def round(self) -> Optional[int]:
+    def round(self) -> int | None:
         """Look once and act; the exit code when there is nothing left to do."""
         try:
             table = self._look()
@@ -145,7 +145,7 @@ class Dispatcher:
         idle_s = self._clock() - self._changed_at
         return max(PACE_S, min(idle_s / 20, PACE_MAX_S), min(self._look_s * 4, SLOW_MAX_S))
 
-    def _look(self) -> Optional[Dict[str, Attempt]]:
+    def _look(self) -> dict[str, Attempt] | None:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
         if self._earlier is None:
             folders = os.environ.get(LIFE, ""), os.environ.get(RUN, "")
@@ -200,7 +200,7 @@ class Dispatcher:
         self._api.post(claim_body(name, job.nonce, why))
         return True
 
-    def _body(self, job: DispatchedJobSpec, number: int) -> Dict[str, Any]:
+    def _body(self, job: DispatchedJobSpec, number: int) -> dict[str, Any]:
         """The body of the request for a job's n-th attempt. Its archive with the values of its
         secrets and the key of its end is uploaded."""
         missing = [secret for secret in job.secrets if secret not in self._secrets]

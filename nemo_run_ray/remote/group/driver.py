@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 from ..files import write_file
 from ..fit import Node, ResourceRequest, amounts_text, fits, hosts, nodes_of, slots, why_not
@@ -40,7 +40,7 @@ from ..node.supervise import Runner
 from ..spec import RENDEZVOUS, GroupRows, GroupSpec, env_key, status_file_name
 from ..status import Phase, Reason, ReplicaState
 from . import machine
-from .machine import Event, Group, Kind, Outcome, Replica
+from .machine import Event, Group, Kind, Replica
 
 #: Label of every node that holds its id.
 NODE_ID = "ray.io/node-id"
@@ -57,16 +57,7 @@ _OTHERS_S = _FIRST_TELL_S = _INFEASIBLE_S = 3.0
 
 def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
     """Run a group to its end; its exit code."""
-    runner.left_on = None  # until all nodes have confirmed it
-    driver = _Driver(runner, spec, job, submission_id)
-    outcome = driver.run()
-    if driver.all_ended:
-        runner.left_on = ()
-    runner.cause, runner.ending = outcome.cause.name, outcome.words
-    if outcome.cause is Reason.CANCELLED:
-        proof = NO_PROCESS_LEFT if driver.all_ended else "not every node has confirmed it"
-        runner.ending = f"cancelled; {proof}"
-    return outcome.code
+    return _Driver(runner, spec, job, submission_id).run()
 
 
 class _Driver:
@@ -79,11 +70,9 @@ class _Driver:
         self._job = job
         self._secrets = take_secrets(spec.secrets)
         self._config = forget_runtime_env()
-        self._handles: Dict[ReplicaId, ReplicaHandle] = {}
-        self._actors: List[Actor] = []
+        self._handles: dict[ReplicaId, ReplicaHandle] = {}
+        self._actors: list[Actor] = []
         self._watch_at = self._tell_at = 0.0
-        #: Every node has confirmed that nothing of the group runs there.
-        self.all_ended = False
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
         self._rows_path = os.path.join(folder, status_file_name(submission_id))
         self._shown = ""
@@ -93,7 +82,8 @@ class _Driver:
             for index in range(role.replicas)
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> int:
+        self._runner.left_on = None  # until all nodes have confirmed it
         self._ray = connect()
         self._calls = Calls(self._ray)
         room = PlacementGroup(self._ray, self._spec)
@@ -108,15 +98,21 @@ class _Driver:
                 self._obey()
             while self._group.phase is not Phase.OVER:
                 self._turn()
-            assert self._group.outcome is not None  # no group is over without one
-            return self._group.outcome
         finally:
             # An actor that never answered has not started anything, or ends it with its own end.
             living = [actor for actor in self._actors if actor.answers and not actor.dead]
             lost = any(one.life is ReplicaState.LOST for one in self._group.replicas.values())
-            self.all_ended = self._calls.close(living) and not lost
+            all_ended = self._calls.close(living) and not lost
             room.leave()
             self._ray.shutdown()
+        runner, outcome = self._runner, self._group.outcome
+        assert outcome is not None  # no group is over without one
+        runner.left_on = () if all_ended else None
+        runner.cause, runner.ending = outcome.cause.name, outcome.words
+        if outcome.cause is Reason.CANCELLED:
+            proof = NO_PROCESS_LEFT if all_ended else "not every node has confirmed it"
+            runner.ending = f"cancelled; {proof}"
+        return outcome.code
 
     def _start_actors(self, room: PlacementGroup) -> None:
         mark = secrets.token_hex(8)
@@ -141,7 +137,7 @@ class _Driver:
         self._obey()
         self._calls.repeat()
         now = time.monotonic()
-        events: List[Event] = []
+        events: list[Event] = []
         for handle in self._handles.values():
             if handle.end_by is not None and now >= handle.end_by:
                 handle.end_by = None
@@ -189,7 +185,7 @@ class _Driver:
             say("every service is ready; the primaries start" if has_services else "started")
         for order, replica_id in orders:
             handle = self._handles[replica_id]
-            values: Dict[str, Any] = {}
+            values: dict[str, Any] = {}
             if order == machine.PREPARE:
                 values = prepare_order(handle, self._job, self._secrets, self._config)
             elif order == machine.START:
@@ -276,7 +272,7 @@ class PlacementGroup:
         self.waits_for = ""
         self.group = self._ask()
 
-    def look(self) -> Optional[Event]:
+    def look(self) -> Event | None:
         """``PLACED``, ``REFUSED``, or ``None`` after a moment of waiting."""
         nodes = nodes_of(self._ray.nodes())
         # Ray places the bundles of a node that has died anew.
@@ -310,7 +306,7 @@ class PlacementGroup:
             self.group = self._ask()
         return None
 
-    def nodes(self) -> List[Node]:
+    def nodes(self) -> list[Node]:
         """The node of every replica, in the order of the bundles."""
         known = {node.node_id: node for node in nodes_of(self._ray.nodes())}
         return [known[node_id] for node_id in self._places()]
@@ -319,7 +315,7 @@ class PlacementGroup:
         """Give everything back."""
         self._ray.util.remove_placement_group(self.group)
 
-    def _places(self) -> List[str]:
+    def _places(self) -> list[str]:
         where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
         return [where[number] for number in sorted(where)]
 
@@ -332,7 +328,7 @@ class PlacementGroup:
         )
 
 
-def requests_of(spec: GroupSpec, nodes: Sequence[Node], turn: int = 0) -> List[ResourceRequest]:
+def requests_of(spec: GroupSpec, nodes: Sequence[Node], turn: int = 0) -> list[ResourceRequest]:
     """The request of every replica, in order.
 
     Ray has one strategy for all bundles. To spread one role's replicas inside a packed group, each
@@ -398,7 +394,7 @@ def why_waiting(
     return f"{shown}; {never or why}"
 
 
-def _asked(spec: GroupSpec) -> Dict[str, float]:
+def _asked(spec: GroupSpec) -> dict[str, float]:
     asked = Counter[str]()
     for role in spec.roles:
         for key, amount in role.resources.items():
@@ -423,7 +419,7 @@ def events_of(answer: Answer) -> Iterator[Event]:
             yield from events_of_report(handle, json.loads(report))
 
 
-def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) -> List[Event]:
+def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) -> list[Event]:
     """The events of a replica that is lost.
 
     A dead actor means that a replica which is awaited still cannot be prepared, for Ray's own
@@ -436,7 +432,7 @@ def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) 
     return [never, lost] if actor_of(handle).dead else [lost]
 
 
-def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> List[Event]:
+def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> list[Event]:
     kind, words, who = report["at"], report.get("words", ""), name(handle.replica_id)
     if kind == "text":
         write(f"{who}| " + str(report["text"])[:-1].replace("\n", f"\n{who}| ") + "\n")
@@ -464,7 +460,7 @@ def variables(
     replica_id: ReplicaId,
     hosts: Mapping[ReplicaId, str],
     ports: Mapping[ReplicaId, Mapping[str, int]],
-) -> Dict[str, str]:
+) -> dict[str, str]:
     """The variables of one replica.
 
     Every role's addresses by the role's name (docs/guides/groups.md), NeMo-Run's macros, and for
@@ -476,7 +472,7 @@ def variables(
         hosts: address of every replica's node.
         ports: every replica's ports by name.
     """
-    found: Dict[str, str] = {}
+    found: dict[str, str] = {}
     for number, other in enumerate(spec.roles):
         keys = [(other.name, index) for index in range(other.replicas)]
         prefix = f"NEMO_RUN_{env_key(other.name)}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Iterable, NamedTuple
 
 from ..hosts.actors import ReplicaId, name
 from ..status import Phase, Reason, ReplicaState
@@ -22,7 +22,7 @@ class Replica:
     service: bool
     restarts: int = 0
     life: ReplicaState = ReplicaState.AWAITED
-    code: Optional[int] = None
+    code: int | None = None
     #: Last answer to its probe while it is started and not ready; empty at first.
     waits_for: str = ""
 
@@ -68,7 +68,7 @@ class Event(NamedTuple):
     """An event of the whole group, or of one replica."""
 
     kind: Kind
-    replica_id: Optional[ReplicaId] = None
+    replica_id: ReplicaId | None = None
     words: str = ""
     code: int = 0
     cause: Reason = Reason.NOT_STARTED
@@ -78,23 +78,23 @@ class Event(NamedTuple):
 #: send them SIGTERM, and SIGKILL after the grace period.
 PREPARE, START, END = "prepare", "start", "end"
 #: One of them, and the replica.
-ReplicaOrder = Tuple[str, ReplicaId]
+ReplicaOrder = tuple[str, ReplicaId]
 
 
 @dataclass
 class Group:
     """The state of a group. Its outcome counts when the phase is ``OVER``."""
 
-    replicas: Dict[ReplicaId, Replica]
+    replicas: dict[ReplicaId, Replica]
     phase: Phase = Phase.PLACING
-    outcome: Optional[Outcome] = None
-    _orders: List[ReplicaOrder] = field(default_factory=list)
+    outcome: Outcome | None = None
+    _orders: list[ReplicaOrder] = field(default_factory=list)
 
     @classmethod
     def of(cls, replicas: Iterable[Replica]) -> Group:
         return cls({replica.replica_id: replica for replica in replicas})
 
-    def step(self, event: Event) -> List[ReplicaOrder]:
+    def step(self, event: Event) -> list[ReplicaOrder]:
         """Take an event and return the orders; defined for every state and event."""
         self._orders = []
         if self.phase is Phase.OVER:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import socket
 from functools import partial
-from typing import Any, Mapping, NoReturn, Optional, Sequence
+from typing import Any, Mapping, NoReturn, Sequence
 
 from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
@@ -37,7 +37,7 @@ class ReplicaProcess:
         self._children = Supervisor()
         self._workspace: Any = None  # a ``Workspace`` from the first order on
         self._index = 0
-        self._probing: Optional[Probing] = None
+        self._probing: Probing | None = None
 
     def serve(self) -> None:
         """Serve until the actor is gone."""

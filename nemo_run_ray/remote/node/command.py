@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from typing import Dict, List, Mapping, Optional, Sequence, Set, Union
+from typing import Mapping, Sequence, Union
 
 from ..spec import JobSpec
 from .output import PREFIX
@@ -58,7 +58,7 @@ def tmpdir() -> str:
 
 def environment(
     spec: JobSpec, run_dir: RunDir, given: Mapping[str, str], secrets: Mapping[str, str]
-) -> Dict[str, str]:
+) -> dict[str, str]:
     """The variables of a task's command.
 
     Args:
@@ -77,7 +77,7 @@ def environment(
     return {**env, **{name: expand(env[name], env) for name in spec.env}}
 
 
-def argv_of(spec: JobSpec, run_dir: RunDir, env: Mapping[str, str]) -> List[str]:
+def argv_of(spec: JobSpec, run_dir: RunDir, env: Mapping[str, str]) -> list[str]:
     """The exact words of a task's command."""
     argv = [expand(run_dir.map(word), env) for word in spec.argv]
     if spec.login_shell or spec.startup:
@@ -95,8 +95,8 @@ def expand(word: str, env: Mapping[str, str]) -> str:
 
 
 def in_shell(
-    argv: Sequence[str], is_login: bool, startup: Sequence[str], python: Optional[str]
-) -> List[str]:
+    argv: Sequence[str], is_login: bool, startup: Sequence[str], python: str | None
+) -> list[str]:
     """The words that run a command in bash.
 
     Args:
@@ -123,7 +123,7 @@ def in_shell(
     return ["bash", *options, "\n".join(lines), "bash", *argv]
 
 
-def modules_of(serialized: str) -> Set[str]:
+def modules_of(serialized: str) -> set[str]:
     """Top-level modules that a serialised task refers to, NeMo-Run's own among them.
 
     The user's ``__main__`` is one of them too.
@@ -134,9 +134,9 @@ def modules_of(serialized: str) -> Set[str]:
     return {"nemo_run"} | modules_in(zlib.decompress(base64.urlsafe_b64decode(serialized)))
 
 
-def modules_in(configuration: Union[str, bytes]) -> Set[str]:
+def modules_in(configuration: Union[str, bytes]) -> set[str]:
     """Top-level modules that a configuration in Fiddle's JSON refers to."""
-    names: Set[str] = set()
+    names: set[str] = set()
     queue = [json.loads(configuration)]
     while queue:
         node = queue.pop()

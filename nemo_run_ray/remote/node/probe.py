@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
-from typing import Mapping, Optional
+from typing import Mapping
 
 from ..spec import ProbeSpec
 from .supervise import before_exec
@@ -46,7 +46,7 @@ class Probing:
         address: str,
         ports: Mapping[str, int],
         env: Mapping[str, str],
-        cwd: Optional[str] = None,
+        cwd: str | None = None,
     ) -> None:
         self._spec, self._address, self._env, self._cwd = spec, address, env, cwd
         self._port = ports[spec.port] if isinstance(spec.port, str) else spec.port
@@ -59,10 +59,10 @@ class Probing:
         self._began_at = time.monotonic()
         self._report_at = self._began_at + _REPORT_S
         self._next_at = 0.0
-        self._pipe: Optional[int] = None  # from the process that asks; None between two tries
+        self._pipe: int | None = None  # from the process that asks; None between two tries
         self._why = f"{self._question} does not answer"  # by the last try
 
-    def step(self) -> Optional[str]:
+    def step(self) -> str | None:
         """Continue: ``None`` is undecided, ``""`` ready, another text the reason for giving up."""
         now = time.monotonic()
         if self._pipe is not None and select.select([self._pipe], [], [], 0)[0]:
@@ -79,7 +79,7 @@ class Probing:
             self._begin()
         return None
 
-    def waiting(self) -> Optional[str]:
+    def waiting(self) -> str | None:
         """Report the last try once in 30 s; ``None`` in between."""
         now = time.monotonic()
         if now < self._report_at:

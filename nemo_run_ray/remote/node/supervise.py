@@ -25,22 +25,7 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
-from typing import (
-    IO,
-    Any,
-    Callable,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    NoReturn,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import IO, Any, Callable, Iterable, Iterator, Mapping, NoReturn, Sequence, Union
 
 from ..end_record import EndRecord, describe_exit, proof_of
 from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say, write
@@ -141,13 +126,13 @@ class Runner:
         self._tag = tag
         #: See ``EndRecord``: its text, cause and ``left_on``.
         self.ending, self.cause = "", "NONE"
-        self.left_on: Optional[Tuple[str, ...]] = ()
+        self.left_on: tuple[str, ...] | None = ()
 
-    def order(self) -> Optional[bytes]:
+    def order(self) -> bytes | None:
         """Read the watchdog's message: ``T`` to end, empty when it is dead, or ``None``."""
         return self._watchdog.recv(1) if select.select([self._watchdog], [], [], 0)[0] else None
 
-    def run(self, argv: Sequence[str], env: Dict[str, str], cwd: str, grace_s: float) -> int:
+    def run(self, argv: Sequence[str], env: dict[str, str], cwd: str, grace_s: float) -> int:
         """Run one command to its end and return its exit code, 128 + n after signal n.
 
         The command has ended when its first process has, and all others have been ended with it:
@@ -199,15 +184,15 @@ class Child:
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
-        cwd: Optional[str],
+        cwd: str | None,
         output: Union[Callable[[bytes], None], IO[bytes]],
     ) -> None:
         self._output = output
-        self.pid: Optional[int] = None
-        self.code: Optional[int] = None
+        self.pid: int | None = None
+        self.code: int | None = None
         self.reason = ""
         self.ended_at = time.monotonic()
-        self.fd: Optional[int] = None
+        self.fd: int | None = None
         try:
             process = subprocess.Popen(
                 list(argv),
@@ -255,9 +240,9 @@ class Supervisor:
 
     def __init__(self) -> None:
         adopt_orphans()
-        self.children: List[Child] = []
+        self.children: list[Child] = []
         self._wake = wake_at(signal.SIGCHLD)
-        self._kill_at: Optional[float] = None
+        self._kill_at: float | None = None
 
     def add(self, child: Child) -> Child:
         """Look after a child that was started just now."""
@@ -286,7 +271,7 @@ class Supervisor:
         writing: Iterable[Any] = (),
         idle_s: float = 60.0,
         takes_output: bool = True,
-    ) -> List[Any]:
+    ) -> list[Any]:
         """Wait for something to do, and pass the children's output on.
 
         Args:
@@ -333,7 +318,7 @@ class Supervisor:
     def stop(self, grace_s: float, keep: Sequence[Child] = ()) -> None:
         """End every process but some children and what they have started, and wait for it."""
         kill_at = time.monotonic() + grace_s
-        asked: Set[int] = set()  # a second SIGTERM makes some programs abort
+        asked: set[int] = set()  # a second SIGTERM makes some programs abort
         while True:
             self.reap()
             kept = {pid for one in keep if one.pid for pid in (one.pid, *descendants(one.pid))}
@@ -354,7 +339,7 @@ class Supervisor:
                 child.code, child.ended_at = codes[child.pid], time.monotonic()
 
 
-def collect() -> Iterator[Tuple[int, int]]:
+def collect() -> Iterator[tuple[int, int]]:
     """(pid, exit code) of every child that is dead and not collected, 128 + n after signal n."""
     with suppress(ChildProcessError):
         while True:
@@ -365,9 +350,9 @@ def collect() -> Iterator[Tuple[int, int]]:
             yield pid, code if code >= 0 else 128 - code
 
 
-def descendants(root: int = 0) -> List[int]:
+def descendants(root: int = 0) -> list[int]:
     """All living processes below ``root``, or below this process, without it."""
-    children: Dict[int, List[int]] = {}
+    children: dict[int, list[int]] = {}
     for pid, parent in _processes():
         children.setdefault(parent, []).append(pid)
     below = list(children.get(root or os.getpid(), ()))
@@ -379,7 +364,7 @@ def descendants(root: int = 0) -> List[int]:
 def kill_tagged(tag: str) -> int:
     """Kill every process that carries the tag until there is none; the number of those killed."""
     mark = f"{TAG}={tag}".encode()
-    killed: Set[int] = set()
+    killed: set[int] = set()
     for _ in range(500):
         pids = marked(mark)
         if not pids:
@@ -391,7 +376,7 @@ def kill_tagged(tag: str) -> int:
     return len(killed)
 
 
-def marked(mark: bytes) -> List[int]:
+def marked(mark: bytes) -> list[int]:
     """The living processes that have ``NAME=value`` in their environment."""
     pids = []
     for pid, _ in _processes():
@@ -408,7 +393,7 @@ def is_watchdog(pid: int) -> bool:
     return False
 
 
-def _processes() -> Iterator[Tuple[int, int]]:
+def _processes() -> Iterator[tuple[int, int]]:
     """(pid, parent) of every process that is not a zombie."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
@@ -462,8 +447,8 @@ def before_exec() -> None:
 
 
 def explain_start(
-    argv: Sequence[str], env: Mapping[str, str], cwd: Optional[str], error: Exception
-) -> Tuple[int, str]:
+    argv: Sequence[str], env: Mapping[str, str], cwd: str | None, error: Exception
+) -> tuple[int, str]:
     """The exit code of a command that could not be started, and why, in words."""
     host, program = socket.gethostname(), argv[0]
     if not isinstance(error, FileNotFoundError):

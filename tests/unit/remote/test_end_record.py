@@ -149,17 +149,6 @@ def test_a_node_that_does_not_answer_is_asked_once_for_all_of_its_jobs():
     assert len(logs.asked) == 1
 
 
-def test_a_look_at_many_such_rows_asks_for_few_of_them():
-    rows = [{**OVERWRITTEN, "submission_id": f"job{number}"} for number in range(100)]
-    logs = Logs(**{row["submission_id"]: end("exit code 0", 0, "NONE") for row in rows})
-    found = [logs.ends.restored(row)["status"] for row in rows]
-    assert found.count("SUCCEEDED") == len(logs.asked) == 20
-    for _ in range(5):
-        logs.now += 10
-        found = [logs.ends.restored(row)["status"] for row in rows]
-    assert set(found) == {"SUCCEEDED"}
-
-
 def test_a_log_without_an_end_is_asked_for_ever_more_seldom():
     logs = Logs(**{"e.job": "line\n"})
     for _ in range(3600):

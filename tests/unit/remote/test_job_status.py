@@ -5,13 +5,12 @@ from ray.job_submission import JobErrorType
 from ray.job_submission import JobStatus as RaysJobStatus
 from torchx.specs import AppState, is_terminal
 
-from nemo_run_ray.nemo.scheduler import TO_TORCHX, torchx_state
+from nemo_run_ray.nemo.scheduler import TO_TORCHX
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.status import (
     FROM_RAY,
     FROM_RAY_ERROR,
     JobState,
-    JobStatus,
     Reason,
     status_of_row,
 )
@@ -56,13 +55,6 @@ def test_a_status_of_a_newer_ray_is_no_end(row):
 def test_torchx_agrees_on_what_is_an_end(state):
     assert isinstance(TO_TORCHX[state], AppState)
     assert is_terminal(TO_TORCHX[state]) == state.is_terminal
-
-
-@pytest.mark.parametrize("reason", [Reason.WAITS, Reason.TURN, Reason.RETRY])
-def test_a_job_that_waits_on_the_cluster_was_submitted(reason):
-    assert torchx_state(JobStatus(JobState.WAITING, reason)) is AppState.SUBMITTED
-    never = JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED)
-    assert torchx_state(never) is AppState.UNSUBMITTED
 
 
 def test_exit_code_and_the_logs_end():

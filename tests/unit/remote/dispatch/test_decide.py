@@ -139,49 +139,6 @@ def test_what_another_experiment_never_started_is_cancelled_with_it(code):
     assert status_of(plan, table, "a").state is JobState.CANCELLED
 
 
-# ------------------------------------------------------------------ attempts
-
-
-def test_a_start_timeout_does_not_count():
-    plan = dispatch_of(job_spec("a"))
-    table = {attempt_id("e.a", number): failed("a", Reason.START_TIMEOUT) for number in range(1, 9)}
-    assert submitted(plan, table) == ["e.a@9"]
-    table["e.a@9"] = failed("a")
-    assert decide(plan, table, NOW).is_over
-
-
-def test_a_retry_waits_until_nothing_runs_on_a_dead_node():
-    plan = dispatch_of(job_spec("a", retries=1))
-    table = {"e.a": failed("a", Reason.NODE_DIED, ended_at=NOW)}
-    assert submitted(plan, table, NOW + NODE_DEAD_S - 1) == []
-    assert submitted(plan, table, NOW + NODE_DEAD_S) == ["e.a@2"]
-    assert submitted(plan, table, NOW + 10, node_dead_s=10) == ["e.a@2"]
-    assert not decide(plan, table, NOW).is_over
-
-
-def test_after_a_start_timeout_one_at_a_time_waits_for_such_room():
-    room = {"entrypoint_resources": {"worker": 1}}
-    job_specs = [DispatchedJobSpec(one, f"e.{one}", f"nonce-{one}", room) for one in "abc"]
-    plan = dispatch_of(*job_specs, job_spec("small"))
-    given_up = failed("a", Reason.START_TIMEOUT)
-    assert submitted(plan, {"e.a": given_up}) == ["e.a@2", "e.small"]
-    assert submitted(plan, {"e.a": given_up, "e.a@2": running("a")}) == ["e.b", "e.small"]
-    stranger = replace(given_up, nonce="stranger")
-    assert submitted(plan, {"e.a": stranger}) == ["e.b", "e.c", "e.small"]
-
-
-# ------------------------------------------------------------------ claims and cancelling
-
-
-def test_what_runs_below_a_claim_has_an_open_end():
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
-    table = {"e.a": running("a"), "e.a@2": claimed("a")}
-    decision = decide(plan, table, NOW)
-    assert decision.statuses["a"].state is JobState.RUNNING
-    assert did(decision, Do.STOP) == ["e.a"]
-    assert submitted(plan, {**table, "e.a": succeeded("a")}) == ["e.b"]
-
-
 # ------------------------------------------------------------------ room
 
 

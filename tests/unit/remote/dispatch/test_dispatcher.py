@@ -1,12 +1,10 @@
 """The dispatcher against a server that answers as Ray's Jobs API does, over simulated jobs."""
 
 import contextlib
-import itertools
 import json
 import os
 import threading
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from io import BytesIO
 
@@ -17,7 +15,6 @@ from nemo_run_ray.remote.dispatch import dispatcher
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
     REFUSED_AFTER_S,
-    STOP_AGAIN_S,
     STOP_TRUST_S,
     SUPERVISOR_BYTES,
     Dispatcher,
@@ -126,12 +123,6 @@ def rounds(one: Dispatcher, ray: FakeRay, count: int, seconds: float = 1.0) -> i
     return None
 
 
-def stories(lines: list[str]) -> list[tuple[str, str]]:
-    """State and attempt of each line that has a time."""
-    words = [line.removeprefix(PREFIX).split() for line in lines]
-    return [(state, name) for at, state, name, *_ in words if at.endswith("Z")]
-
-
 # ------------------------------------------------------------------ order and attempts
 
 
@@ -224,23 +215,6 @@ def test_a_job_whose_answer_was_lost_is_not_started_again(serve):
     assert ray.claims == {}
 
 
-@pytest.mark.parametrize("trouble", [Trouble(503, "busy"), Trouble(429), Trouble()])
-def test_a_dashboard_that_is_away_is_asked_again_and_told_of_once(serve, told, trouble):
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
-    ray = serve(plan)
-    one = dispatcher_of(plan, ray)
-    one.round()
-    ray.trouble = lambda method, path: trouble
-    told()
-    assert rounds(one, ray, 5, seconds=120) is None
-    assert [line for line in told() if ray.url in line] != []
-    assert rounds(one, ray, 5, seconds=120) is None
-    assert told() == []
-    ray.trouble = lambda method, path: None
-    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
-    assert ray.started == ["e.a", "e.b"]
-
-
 # ------------------------------------------------------------------ what Ray refuses
 
 
@@ -301,22 +275,6 @@ def test_a_dispatcher_that_ray_calls_ended_does_nothing_more(serve, end):
     with pytest.raises(WrongCluster, match="this dispatcher is"):
         one.round()
     assert ray.started == ["e.a"]
-
-
-def test_nothing_happens_while_a_head_recovers(serve, told):
-    plan = dispatch_of(job_spec("a"), job_spec("b", "a"))
-    ray = serve(plan)
-    one = dispatcher_of(plan, ray)
-    one.round()
-    told()
-    everything, ray.rows = ray.rows, {}
-    for _ in range(5):
-        assert one.round() is None
-        ray.now += ABSENT_MAX_S / 6
-    assert (ray.posts(), ray.stops, told()) == (1, [], [])
-    ray.rows = everything
-    assert rounds(one, ray, 9) == JobExit.SUCCEEDED
-    assert ray.started == ["e.a", "e.b"]
 
 
 # ------------------------------------------------------------------ more than one dispatcher
@@ -409,31 +367,6 @@ def test_a_dispatcher_that_is_killed_at_any_moment_is_replaced_by_another(serve)
 # ------------------------------------------------------------------ cancelling and stopping
 
 
-def _stubborn(ray: FakeRay, plan: DispatchSpec) -> Dispatcher:
-    """A dispatcher of one job that runs on whatever is asked of it."""
-    one = dispatcher_of(plan, ray)
-    one.round()
-    ray.rows["e.a"]["status"] = "RUNNING"
-    ray.cancel(plan)
-    return one
-
-
-def test_a_stop_is_asked_for_again_but_not_all_the_time(serve, told):
-    plan = dispatch_of(job_spec("a"))
-    ray = serve(plan)
-    one = _stubborn(ray, plan)
-    told()
-    asked_at = []
-    for eighth in range(int(8 * 3.5 * STOP_AGAIN_S)):
-        ray.now, before = NOW + eighth / 8, len(ray.stops)
-        assert one.round() is None
-        asked_at += [eighth / 8] * (len(ray.stops) - before)
-    assert asked_at == [number * STOP_AGAIN_S for number in range(4)]
-    assert set(ray.stops) == {"e.a"}
-    (line,) = [line for line in told() if "stopping" in line]
-    assert line.startswith(f"{PREFIX}stopping e.a: ")
-
-
 def test_what_finds_no_room_in_timeis_claimed_then_stopped_then_left_to_ray(serve):
     plan = dispatch_of(job_spec("a", pending_timeout_s=60, retries=3), job_spec("b", "a"))
     ray = serve(plan)
@@ -495,29 +428,6 @@ def test_the_default_limit_leaves_the_head_half_of_its_memory(memory_gib, limit)
     size = int(memory_gib * 2**30)
     assert default_limit(size) == limit
     assert limit == 4 or limit * SUPERVISOR_BYTES <= size / 2
-
-
-# ------------------------------------------------------------------ the log
-
-
-def test_every_change_is_told_once(serve, told):
-    plan, fates = _eventful()
-    ray = serve(plan)
-    ray.fates.update(fates)
-    lives = itertools.cycle((False, True))  # so that everything is looked at twice
-    dispatcher_of(plan, ray).run(lambda _: ray.pass_time(0.4) if next(lives) else None)
-    lines = told()
-    told_of = stories(lines)
-    for name in _EVENTS:
-        fate = fates.get(f"e.{name}", SUCCEEDS)
-        started = [] if fate is START_TIMES_OUT else ["RUNNING"]
-        is_last = name in ("b", "d", "a@3", "c@2", "g@2", "e@2")
-        whole = ["PENDING", *started, fate["status"] if is_last else "WAITING"]
-        assert [state for state, one in told_of if one == f"e.{name}"][-len(whole) :] == whole
-    assert told_of.count(("CANCELLED", "e.f")) == 1
-    assert max(Counter(lines).values()) == 1
-    (end,) = [line for line in lines if "all is decided" in line]
-    assert end == f"{PREFIX}all is decided: 5 SUCCEEDED, 1 FAILED, 1 CANCELLED"
 
 
 # ------------------------------------------------------------------ as the job runs it

@@ -215,25 +215,6 @@ def ends(*replica_ids: ReplicaId) -> list[ReplicaOrder]:
     return [(END, replica_id) for replica_id in replica_ids]
 
 
-def test_services_start_when_all_are_prepared_and_primaries_when_all_services_are_ready():
-    keys = ("a", 0), ("a", 1), ("b", 0), TRAIN0
-    group = group_of(*((key, key is not TRAIN0, 0) for key in keys))
-    assert after(group, PLACED) == [(PREPARE, key) for key in keys]
-    assert after(group, *prepared(*keys[1:])) == []
-    assert after(group, *prepared(keys[0])) == [(START, key) for key in keys[:3]]
-    assert after(group, *ready(keys[1], keys[2])) == []
-    assert after(group, *ready(keys[0])) == [(START, TRAIN0)]
-
-
-def test_a_service_that_starts_again_before_the_primaries_is_waited_for_again():
-    group = group_of((("a", 0), True, 1), (("a", 1), True, 1), (TRAIN0, False, 0))
-    after(group, PLACED, *prepared(*group.replicas), *ready(("a", 0)))
-    assert after(group, exited(("a", 0), 1)) == [(START, ("a", 0))]
-    assert [one.restarts for one in group.replicas.values()] == [0, 1, 0]
-    assert after(group, *ready(("a", 1))) == []
-    assert after(group, *ready(("a", 0))) == [(START, TRAIN0)]
-
-
 def test_the_probes_answer_is_shown_until_the_service_is_ready_or_starts_again(capfd):
     report = {"at": "waiting", "words": "not ready for 30 s: /health is answered with 301, not 200"}
     for event in (*ready(SERVER), exited(SERVER, 1)):

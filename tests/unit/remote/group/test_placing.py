@@ -158,20 +158,6 @@ def test_a_strict_spread_never_lets_two_replicas_share_a_node(count):
         assert not candidates(one, [*nodes, node(9)]) & candidates(other, [*nodes, node(9)])
 
 
-@pytest.mark.parametrize(("count", "replicas"), [(3, 2), (5, 3), (6, 4)])
-def test_any_nodes_that_are_free_are_found_on_some_turn(count, replicas):
-    """Replicas that spread wait while each of their sets lacks a free node; no choice of free
-    nodes may be out of reach for ever."""
-    nodes = [node(number) for number in range(count)]
-    spec = GroupSpec((role("a", replicas, "STRICT_SPREAD"),))
-    turns = [
-        [candidates(request, nodes) for request in requests_of(spec, nodes, turn)]
-        for turn in range(200)
-    ]
-    for free in itertools.combinations([node.node_id for node in nodes], replicas):
-        assert any(all(share & set(free) for share in shares) for shares in turns), free
-
-
 # ---------------------------------------------------------------------- waiting
 
 
@@ -274,13 +260,6 @@ def test_a_group_that_waits_looks_about_once_a_second_and_says_each_30_s_what_is
     assert len(lines) == 4
     assert "asked CPU 1 in 1 bundle(s); available CPU 0" in lines[0]
     assert "worker/0 waits: the nodes that can host it are busy (host-a, host-b)" in lines[0]
-
-
-def test_room_is_found_soon(ray, clock):
-    ray.free_at = clock.now + 0.5
-    waiting = PlacementGroup(ray, group(replicas=2))
-    assert wait(waiting, clock, 1)[-1] == Event(Kind.PLACED)
-    assert [node.host for node in waiting.nodes()] == ["host-a", "host-b"]
 
 
 @pytest.mark.parametrize(

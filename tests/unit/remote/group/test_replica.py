@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from nemo_run_ray.remote.group.driver import variables
-from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, ProbeSpec, RoleSpec, to_json
+from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, RoleSpec, to_json
 from tests.relays import Relayed, holding, is_zombie, wait
 
 _LOCAL = "127.0.0.1"
@@ -344,27 +344,6 @@ def _stubborn(**task: Any) -> RoleSpec:
     return _role(_python(_STUBBORN), task)
 
 
-def test_the_exit_is_reported_when_nothing_of_the_command_is_left(site):
-    """What it left has closed its output and ignores SIGTERM."""
-    code = """
-if os.fork():
-    wait_for("up")
-    sys.exit(0)
-os.setsid()
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for fd in range(3):
-    os.close(fd)
-open("up", "w").close()
-time.sleep(1000)
-"""
-    began_at = time.monotonic()
-    site.run(_role(_python(code), {"grace_s": 0.5}))
-    exited = site.until("exited")
-    assert site.processes() == set()
-    assert time.monotonic() - began_at >= 0.5
-    assert exited["code"] == 0
-
-
 # ---------------------------------------------------------------------- starts
 
 
@@ -387,36 +366,6 @@ sys.exit(3)
     port = site.reports[0]["ports"]["a"]
     assert site.text == f"A {port}\n1\nA {port}\n2\nA {port}\n3\n"
     assert site.kinds() == ["prepared"] + ["ready", "exited"] * 3
-
-
-# ---------------------------------------------------------------------- readiness
-
-
-_SERVE = """
-server = socket.socket()
-server.bind((sys.argv[1], int(os.environ["NEMO_RUN_TRAIN_PORT_HTTP"])))
-say("bound")
-wait_for("go")
-server.listen()
-say("listens")
-while True:
-    server.accept()
-"""
-
-
-def _service(argv: tuple[str, ...], ready: ProbeSpec, **task: Any) -> RoleSpec:
-    return _role(argv, task, service=True, ports={"http": 0}, ready=ready)
-
-
-def test_a_service_is_ready_when_its_port_is(site):
-    site.run(_service(_python(_SERVE, ""), ProbeSpec("port", "http", interval_s=0.05)))
-    site.says("bound")
-    assert site.kinds() == ["prepared"]
-    (site.root / "nemo_run" / "code" / "go").touch()
-    site.until("ready")
-    site.end()
-    assert site.until("exited")["code"] == 143
-    assert site.kinds() == ["prepared", "ready", "exited"]
 
 
 # ---------------------------------------------------------------------- orders and pulls
@@ -544,40 +493,6 @@ def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     site.pull()
     assert site.reports[-1] == gone
     assert site.relays.close()
-
-
-def test_the_folder_of_an_actor_stays_while_another_replica_uses_it(replicas):
-    first, second = replicas(2)
-    first.run(_role(("sleep", "1000"), replicas=2))
-    wait(first.processes)
-    os.kill(first.process(), signal.SIGKILL)
-    first.until("gone")
-    assert first.folder.exists()
-    second.run(_role(("sleep", "1000"), replicas=2), index=1)
-    wait(second.processes)
-
-
-def test_reports_are_whole_when_our_process_dies_in_the_middle_of_one(site):
-    """The line is longer than the socket's buffer, so that some of it is under way."""
-    code = """
-with open("progress", "w") as progress:
-    while True:
-        os.write(1, b"x" * 800_000 + b"\\n")
-        progress.write("x")
-        progress.flush()
-"""
-    site.run(_role(_python(code)))
-    _until_it_waits(site)
-    os.kill(site.process(), signal.SIGKILL)
-    seen, reports = len(site.reports), []
-    deadline = time.monotonic() + 20
-    while not reports or '"gone"' not in reports[-1]:
-        assert time.monotonic() < deadline
-        first, some = site.ask(seen, 0.5)
-        seen = first + len(some)
-        reports += some
-    kinds = {json.loads(one)["at"] for one in reports}
-    assert kinds <= {"text", "ready", "gone"}
 
 
 _ACTOR = """

@@ -108,12 +108,6 @@ def test_a_server_on_another_address_alone_is_not_ready_and_the_hint_says_so(lis
     assert f"It does listen on {_LOCAL}:{port}" in answer
 
 
-def test_a_command_that_ends_its_group_ends_nothing_else():
-    """As a script does that has started servers of its own."""
-    answer = _answer(_probing("command", command=("sh", "-c", "kill -9 0"), timeout_s=0.5))
-    assert answer.endswith("ended with exit code -9")
-
-
 def test_a_get_is_repeated_until_it_has_the_status(site):
     port, statuses, asked = site
     statuses[:] = [404, 503, 200]
@@ -137,24 +131,6 @@ def test_another_status_is_reported_every_30_s_and_given_up(site, monkeypatch):
     assert probing.step() == f"not ready within 60 s: {why}"
 
 
-def test_an_answer_that_is_not_http_is_shown(bound):
-    server = bound()
-    server.listen()
-
-    def serve() -> None:
-        connection, _ = server.accept()
-        with connection:
-            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-            connection.recv(4096)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    port = server.getsockname()[1]
-    answer = _answer(_probing("http", port=port, timeout_s=1.0, interval_s=5.0))
-    thread.join(10)
-    assert "is answered with 'SSH-2.0-OpenSSH_9.6', which is not HTTP" in answer
-
-
 def test_a_server_that_never_answers_is_given_up_in_time_and_named(listening):
     port = listening()
     answer = _answer(_probing("http", port=port, timeout_s=0.3))
@@ -168,14 +144,3 @@ def test_a_command_is_run_again_until_it_exits_with_0(tmp_path):
     assert answer.endswith("ended with exit code 9")
     answer = _answer(_probing("command", command=("no such program",), timeout_s=0.5))
     assert "'no such program'] cannot be started: " in answer
-
-
-def test_a_try_that_is_killed_is_made_again(tmp_path):
-    """Whatever Ray has started is ended before Ray is started again, a probe among it."""
-    ask = f"[ -e {tmp_path}/there ] || {{ echo $$ > {tmp_path}/pid; exec sleep 600; }}"
-    probing = _probing("command", command=("sh", "-c", ask))
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
-        assert _turn(probing) is None
-    (tmp_path / "there").touch()
-    os.kill(int((tmp_path / "pid").read_text()), 9)
-    assert _answer(probing) == ""

@@ -300,21 +300,3 @@ def test_work_that_raises_is_reported_in_the_log(package, tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     assert done.returncode == 125
     assert "RuntimeError: two" in done.stdout
-
-
-def test_a_full_disk_costs_the_output_and_nothing_else(tmp_path):
-    """``/dev/full`` takes no byte; what the command left behind must be gone all the same."""
-    mark = f"4711{os.getpid()}"
-    program = (
-        "import sys\n"
-        "from nemo_run_ray.remote.node.supervise import run_supervised\n"
-        "import os\n"
-        f"command = ['sh', '-c', 'setsid sleep {mark} & echo hi; exit 3']\n"
-        "work = lambda runner: runner.run(command, dict(os.environ), '/', 1)\n"
-        "sys.exit(run_supervised('t/1', 'n' * 8, '', work))"
-    )
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)
-    assert done.returncode == 3
-    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
-    assert ["sleep", mark] not in commands
