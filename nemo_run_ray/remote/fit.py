@@ -22,22 +22,15 @@ _VALUES_MAX = 5
 
 @dataclass(frozen=True)
 class Node:
-    """One living node.
-
-    Attributes:
-        node_id: hexadecimal.
-        host: its name.
-        address: of the network.
-        labels: by name.
-        resources: all that it can give, busy or not.
-        free: what nobody holds, a moment ago; ``None`` when the cluster does not say.
-    """
+    """One living node."""
 
     node_id: str
     host: str
     address: str
     labels: Mapping[str, str] = field(default_factory=dict)
+    #: All that it can give, busy or not.
     resources: Mapping[str, float] = field(default_factory=dict)
+    #: What nobody holds, a moment ago; ``None`` when the cluster does not say.
     free: Mapping[str, float] | None = None
 
 
@@ -63,11 +56,7 @@ class ResourceRequest:
 
 
 def request_of(reservation: Mapping[str, Any]) -> ResourceRequest:
-    """The request of a job.
-
-    Args:
-        reservation: the parts of Ray's job request that say so.
-    """
+    """The request of a job, by the parts of Ray's job request that reserve something."""
     resources = {name: float(reservation.get(key) or 0) for key, name in _RESERVES.items()}
     resources |= reservation.get("entrypoint_resources") or {}
     return ResourceRequest(
@@ -80,11 +69,11 @@ def nodes_of(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
     """The living nodes of ``ray.nodes()``."""
     return [
         Node(
-            node_id=str(row["NodeID"]),
-            host=str(row["NodeManagerHostname"]),
-            address=str(row["NodeManagerAddress"]),
-            labels=dict(row.get("Labels") or {}),
-            resources=dict(row.get("Resources") or {}),
+            row["NodeID"],
+            row["NodeManagerHostname"],
+            row["NodeManagerAddress"],
+            row.get("Labels") or {},
+            row.get("Resources") or {},
         )
         for row in rows
         if row.get("Alive")

@@ -292,11 +292,7 @@ def _of_start(text: str) -> Reason:
 
 
 def status_of_row(row: JobRow) -> JobStatus:
-    """The status of a job by its row of Ray's job table; a pure function.
-
-    Args:
-        row: a job as ``GET /api/jobs/<id>`` gives it.
-    """
+    """The status of a job by its row of Ray's job table; a pure function."""
     state = state_of_row(row)
     node = str(row.get("driver_node_id") or "")
     message = str(row.get("message") or "").strip()
@@ -406,11 +402,7 @@ _OUTPUT = re.compile(
 def cause_of(text: str) -> str:
     """The reason in the words of the program that failed: pip, uv, conda, podman or Ray itself.
 
-    Args:
-        text: Ray's message or log, tracebacks of the failure in it.
-
-    Returns:
-        One line; the end of the text when no line of it is known.
+    It is one line of Ray's message or log; the end of the text when no line of it is known.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for pattern, addition in _ENV_CAUSES:
@@ -500,12 +492,7 @@ def first_id(submission_id: str) -> str:
 
 
 def file_of(submission_id: str, kind: str) -> str:
-    """Name of another file of an array in Ray's folder of logs, the same for all of its attempts.
-
-    Args:
-        submission_id: of any attempt.
-        kind: ``JOURNAL_FILE``, ``RESULTS_FILE`` or ``STATES_FILE``.
-    """
+    """Name of a file of an array in Ray's folder of logs, the same for all attempts."""
     return f"nemo_run_ray-{first_id(submission_id)}.{kind}"
 
 

@@ -57,14 +57,7 @@ class Do(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One thing to do.
-
-    Attributes:
-        do: what.
-        job: name of the job.
-        submission_id: of the attempt.
-        why: in words; of a claim, what it says.
-    """
+    """One thing to do with an attempt of a job, which is named; a claim says why."""
 
     do: Do
     job: str
@@ -74,16 +67,11 @@ class Action:
 
 @dataclass(frozen=True)
 class Decision:
-    """The actions, and the status of every job, by its name.
-
-    Attributes:
-        actions: in this order.
-        statuses: by the job's name.
-        is_out_of_time: nothing runs, and what could start needs more time than remains.
-    """
+    """The actions in their order, and the status of every job, by its name."""
 
     actions: tuple[Action, ...]
     statuses: dict[str, JobStatus]
+    #: Nothing runs, and what could start needs more time than remains.
     is_out_of_time: bool = False
 
     @property
@@ -103,7 +91,7 @@ def decide(
     Args:
         dispatch: the plan; every job comes after those that it depends on.
         table: the cluster's jobs by submission id, others' jobs among them.
-        now: seconds since the epoch, by the clock of the table's times.
+        now: by the clock of the table's times.
         node_dead_s: seconds from a node's death until nothing can run on it any more.
         time_left: of the cluster's allocation; ``None`` where nothing ends it.
     """
@@ -264,15 +252,9 @@ def _submits(
 def status_of_attempts(
     rows: Mapping[int, Attempt], retries: int, permanent_exit_codes: tuple[int, ...]
 ) -> JobStatus:
-    """The status of a job with at least one attempt or claim.
+    """The status of a job with at least one attempt or claim, by their numbers.
 
-    Args:
-        rows: of the job, by the number of the attempt.
-        retries: further attempts that are allowed after failures.
-        permanent_exit_codes: that no further attempt would change.
-
-    Returns:
-        ``WAITING`` with ``Reason.RETRY`` for a failure that is tried again.
+    It is ``WAITING`` with ``Reason.RETRY`` after a failure that is tried again.
     """
     for number, row in rows.items():
         if row.status.state is JobState.SUCCEEDED and not row.claim:
@@ -317,13 +299,7 @@ def with_state(status: JobStatus, state: JobState, reason: Reason, detail: str) 
 
 
 class TimeLeft(NamedTuple):
-    """The remaining time of an allocation.
-
-    Attributes:
-        left_s: seconds from now until it ends.
-        lasts_s: seconds that it lasts in all.
-        renews: whether another one continues its jobs.
-    """
+    """The remaining and the whole time of an allocation, and whether another one continues it."""
 
     left_s: float
     lasts_s: float
@@ -345,12 +321,7 @@ class TimeLeft(NamedTuple):
 
 
 def time_left(env: Mapping[str, str], now: float) -> TimeLeft | None:
-    """The remaining time by a job's environment; ``None`` where nothing ends the cluster.
-
-    Args:
-        env: of the dispatcher.
-        now: seconds since the epoch.
-    """
+    """The remaining time by the dispatcher's environment; ``None`` where nothing ends Ray."""
     try:
         return TimeLeft(float(env[ENDS_AT]) - now, float(env[LASTS_S]), env.get(RENEWS) == "1")
     except (KeyError, ValueError):

@@ -8,7 +8,6 @@ them do at the same moment is done once.
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import json
 import os
@@ -155,7 +154,7 @@ class Dispatcher:
         table = dict(self._earlier)
         for row in self._api.rows():
             name = str(row["submission_id"])
-            if name in self._ids or first_id(name) in self._ids:
+            if first_id(name) in self._ids:
                 table[name] = attempt_of_row(self._ends.restored(row))
         self._look_s = time.monotonic() - began
         self._troubles.pop("", None)
@@ -213,8 +212,7 @@ class Dispatcher:
                 info = zipfile.ZipInfo(file)
                 info.external_attr = 0o600 << 16
                 archive.writestr(info, content)
-        digest = hashlib.sha256(f"{job.nonce} {key}".encode()).hexdigest()
-        package = f"_ray_pkg_{digest[:32]}.zip"
+        package = f"_ray_pkg_{os.urandom(16).hex()}.zip"
         self._api.put_package(package, buffer.getvalue())
         name, body = attempt_id(job.id, number), copy.deepcopy(job.body)
         body["submission_id"] = name

@@ -212,13 +212,7 @@ class _Driver:
 
 
 def group_rows(group: Group, nodes: Mapping[ReplicaId, Node], waits_for: str) -> GroupRows:
-    """A group's state for ``status``.
-
-    Args:
-        group: the state.
-        nodes: the node of every replica that has one.
-        waits_for: why there is no room yet; empty when there is.
-    """
+    """A group's state for ``status``: with the nodes of replicas, and why there is no room yet."""
     rows: GroupRows = {"phase": group.phase.value, "waits_for_room": waits_for, "roles": []}
     for key, replica in group.replicas.items():
         node = nodes.get(key) or Node("", "", "")
@@ -465,12 +459,6 @@ def variables(
 
     Every role's addresses by the role's name (docs/guides/groups.md), NeMo-Run's macros, and for
     roles without a launcher what ``torch.distributed`` reads.
-
-    Args:
-        spec: the group.
-        replica_id: the replica.
-        hosts: address of every replica's node.
-        ports: every replica's ports by name.
     """
     found: dict[str, str] = {}
     for number, other in enumerate(spec.roles):

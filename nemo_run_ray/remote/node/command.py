@@ -59,14 +59,7 @@ def tmpdir() -> str:
 def environment(
     spec: JobSpec, run_dir: RunDir, given: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of a task's command.
-
-    Args:
-        spec: the task.
-        run_dir: where ``/nemo_run`` is.
-        given: what the node has set.
-        secrets: the values of those that the task names.
-    """
+    """The variables of a task's command, over those that the node has set."""
     env = dict(given)
     env.update({name: run_dir.map(value) for name, value in spec.env.items()})
     env.update(secrets)

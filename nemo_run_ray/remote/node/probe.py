@@ -36,8 +36,7 @@ class Probing:
         address: of this node, as the other roles know it: a server that listens on 127.0.0.1 alone
             is not ready for them.
         ports: the role's.
-        env: all variables of a command that asks.
-        cwd: its folder.
+        env, cwd: all variables of a command that asks, and its folder.
     """
 
     def __init__(

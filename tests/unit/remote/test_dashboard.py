@@ -43,8 +43,6 @@ class Script:
     answers: list[Answer] = field(default_factory=list)
     asked: list[tuple[str, str, bytes]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    connections: set[object] = field(default_factory=set)
-    keeps_alive: bool = False
 
     def says(self, status: int, text: str | bytes = "", missing: int = 0) -> None:
         data = text if isinstance(text, bytes) else text.encode()
@@ -58,15 +56,12 @@ class _Handler(Handler):
         script = self.script
         script.asked.append((self.command, self.path, self.body()))
         script.headers.append(dict(self.headers))
-        script.connections.add(self.client_address)
         answer = script.answers.pop(0)
         self.close_connection = not answer.status or answer.missing > 0
         if not answer.status:
             return
-        headers = {"Content_Length": str(len(answer.text) + answer.missing)}
-        if not script.keeps_alive:
-            headers["Connection"] = "close"
-        self.send(answer.status, answer.text, **headers)
+        length = str(len(answer.text) + answer.missing)
+        self.send(answer.status, answer.text, Content_Length=length, Connection="close")
 
 
 @pytest.fixture
@@ -138,13 +133,8 @@ def test_rows_without_a_submission_id_are_left_out(script):
     [
         b"",
         b"<html>",
-        b"null",
         b"{}",
-        b"[",
         b"[1]",
-        b'"e.a"',
-        b'[{"submission_id": "e.a"}',
-        b'[{"submission_id": "e.a"},',
         b'[{"submission_id": "e.a"}, {"submission_i',
         '{"grüße": 1}'.encode("latin-1"),
         b"\xff\xfe[]",

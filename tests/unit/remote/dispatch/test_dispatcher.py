@@ -14,7 +14,6 @@ from nemo_run_ray.plan.job import entrypoint
 from nemo_run_ray.remote.dispatch import dispatcher
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
-    REFUSED_AFTER_S,
     STOP_TRUST_S,
     SUPERVISOR_BYTES,
     Dispatcher,
@@ -46,7 +45,6 @@ from tests.fake_ray import (
     FAILS,
     FINDS_NO_ROOM,
     NODE_DIES,
-    NOW,
     OWN,
     SESSION,
     START_TIMES_OUT,
@@ -230,21 +228,6 @@ def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
     assert ray.posts() == 3
     (line,) = [line for line in told() if " FAILED e.a " in line]
     assert ray.claims["e.a"] in line
-
-
-def test_an_error_of_rays_own_becomes_a_claim_when_it_stays(serve):
-    plan = dispatch_of(job_spec("a"), job_spec("x"))
-    ray = serve(plan)
-    ray.refuses["e.a"] = (500, "Traceback\nOSError: disk full")
-    one = dispatcher_of(plan, ray)
-    while ray.now < NOW + REFUSED_AFTER_S:
-        assert one.round() is None
-        assert ray.claims == {}
-        ray.pass_time(10)
-    assert rounds(one, ray, 9) == JobExit.SOME_FAILED
-    assert list(ray.claims) == ["e.a"]
-    assert ray.claims["e.a"].startswith("not taken: ")
-    assert ray.status("e.x") == "SUCCEEDED"
 
 
 # ------------------------------------------------------------------ a table that is not the chain's

@@ -301,14 +301,6 @@ def test_a_group_is_refused_in_time_and_with_the_reason(
     assert seconds[0] <= clock.now - began_at < seconds[1]
 
 
-def test_nodes_that_join_in_time_are_waited_for(ray, clock):
-    waiting = PlacementGroup(ray, group(cpus=5))
-    assert wait(waiting, clock, 2)[-1] is None
-    ray.cpus["c"] = 8.0
-    ray.free_at = clock.now
-    assert waiting.look() == Event(Kind.PLACED)
-
-
 def test_a_node_that_died_since_is_no_room(ray, clock):
     ray.free_at = clock.now
     waiting = PlacementGroup(ray, group(replicas=2))

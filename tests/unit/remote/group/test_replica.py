@@ -235,30 +235,6 @@ def test_a_process_gets_its_variables_words_folder_and_no_input(make, package, m
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(env)
 
 
-@pytest.mark.parametrize(
-    ("node", "cpus", "task", "expected"),
-    [
-        ("1", 3.5, {}, "3"),
-        (None, None, {}, "1"),
-        ("6", 3.0, {}, "6"),
-        ("1", 3.0, {"OMP_NUM_THREADS": "2"}, "2"),
-    ],
-)
-def test_threads_are_as_many_as_the_cpus_unless_somebody_says_it(
-    make, monkeypatch, node, cpus, task, expected
-):
-    """Ray gives 1 to an actor that reserves nothing itself."""
-    if node is None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    else:
-        monkeypatch.setenv("OMP_NUM_THREADS", node)
-    site = make()
-    resources = {"memory": 1.0} if cpus is None else {"CPU": cpus}
-    site.run(_role(_shell("echo $OMP_NUM_THREADS"), {"env": task}, resources=resources))
-    site.until("exited")
-    assert site.text == f"{expected}\n"
-
-
 # ---------------------------------------------------------------------- output
 
 
