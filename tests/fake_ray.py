@@ -18,7 +18,7 @@ from ray._private.label_utils import validate_label_selector
 from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_type
 
 from nemo_run_ray.fields import version_of
-from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient, Unanswered
+from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
 from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
 from nemo_run_ray.remote.spec import NONCE_KEY, DispatchSpec
 from nemo_run_ray.remote.status import CANCELLED, CLAIM_KEY, claim_body, first_id
@@ -115,25 +115,15 @@ class FakeRay:
         self.overlaps: list[str] = []
         self.lock = threading.RLock()
         self.url = ""
-        self.is_closing = False
         self._jobs = {job.id: job for job in plan.jobs} if plan else {}
         self._dispatchers = {plan.id} if plan else set()
-        self._apis: list[DashboardClient] = []
         if plan:
             self.add(plan.id, {NONCE_KEY: plan.nonce}, status="RUNNING")
 
     # -------------------------------------------------------------- what tests ask and do
 
     def api(self) -> DashboardClient:
-        self._apis.append(DashboardClient(self.url, timeout_s=10))
-        return self._apis[-1]
-
-    def close(self) -> None:
-        """Answer everybody a last time, so that no connection stays open."""
-        self.trouble, self.is_closing = lambda method, path: None, True
-        for api in self._apis:
-            with contextlib.suppress(Unanswered):
-                api.session()
+        return DashboardClient(self.url, timeout_s=10)
 
     @property
     def started(self) -> list[str]:
@@ -346,9 +336,8 @@ class _Handler(Handler):
         if self.path == "/api/jobs/":
             ray.before_table()
         with ray.lock:
-            if not ray.is_closing:
-                ray.requests.append((self.command, self.path))
-                ray.sent.append(data)
+            ray.requests.append((self.command, self.path))
+            ray.sent.append(data)
             trouble = ray.trouble(self.command, self.path)
             if self.command != "GET" and not ray.takes_writes:
                 trouble = Trouble(500, "Nothing may be written.")
@@ -357,10 +346,7 @@ class _Handler(Handler):
                 given = ray.answer(self.command, self.path, data)
                 status, text = given if trouble is None else (status, text)
         if status:
-            headers = dict(trouble.headers) if trouble else {}
-            if ray.is_closing:
-                headers["Connection"] = "close"
-            self.send(status, text, **headers)
+            self.send(status, text, **(trouble.headers if trouble else {}))
         else:
             self.close_connection = True
 
@@ -372,7 +358,4 @@ def fake_ray(
     """Serve one until the end of the block."""
     ray = FakeRay(plan, session, now)
     with serving(_Handler, ray=ray) as ray.url:
-        try:
-            yield ray
-        finally:
-            ray.close()
+        yield ray

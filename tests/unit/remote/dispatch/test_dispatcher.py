@@ -425,8 +425,6 @@ def test_the_dashboard_of_the_right_session_is_found(serve):
     busy.trouble = lambda method, path: Trouble(503)
     tried = (silent, other, no_ray, busy, right)
     plan = dispatch_of(dashboards=tuple(one.url for one in (*tried, closed)))
-    for one in tried:
-        one.is_closing = True  # nobody will ask these twice
     found = find_dashboard(plan)
     assert found is not None
     assert found.url == right.url
@@ -445,7 +443,6 @@ def files(tmp_path, monkeypatch) -> str:
 def test_the_secrets_are_gone_when_all_is_decided(serve, files, told):
     plan = dispatch_of(job_spec("a", secrets=("KEY",)))
     ray = serve(plan)
-    ray.is_closing = True
     plan = plan._replace(dashboards=(ray.url,))
     ray.add("e.a", {NONCE_KEY: "nonce-a"}, **SUCCEEDS, end_time=1)
     assert dispatcher.run(plan, OWN) == JobExit.SUCCEEDED
@@ -456,7 +453,6 @@ def test_the_secrets_are_gone_when_all_is_decided(serve, files, told):
 def test_a_dispatcher_without_an_owner_ends_with_a_code_of_its_own(serve, files, told):
     plan = dispatch_of(job_spec("a", secrets=("KEY",)), max_in_flight=7)
     ray = serve(plan)
-    ray.is_closing = True
     plan = plan._replace(dashboards=(ray.url,))
     ray.rows[OWN].update(STOPPED)
     assert dispatcher.run(plan, OWN) == JobExit.WRONG_CLUSTER
