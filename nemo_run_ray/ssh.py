@@ -20,26 +20,6 @@ CONNECT_S = 20
 
 def connect(tunnel: Any) -> fabric.Connection:
     """Connect a NeMo-Run SSH tunnel, which by itself accepts any host key."""
-    try:
-        return _connected(tunnel)
-    except paramiko.SSHException as error:
-        if not _is_refusal(error):
-            raise Unanswered(unreachable(tunnel, error)) from error
-        raise ClusterError(
-            f"Nobody could log in as {tunnel.key} ({error}). Try `ssh {tunnel.key}` in a shell, "
-            "and give the tunnel the right user, host, port and identity."
-        ) from error
-    except (OSError, EOFError) as error:
-        raise Unanswered(unreachable(tunnel, error)) from error
-
-
-def unreachable(tunnel: Any, error: BaseException) -> str:
-    """Say that a host cannot be reached, and why."""
-    why = str(error).strip().rstrip(".") or type(error).__name__
-    return f"{tunnel.key} cannot be reached now: {why}."
-
-
-def _connected(tunnel: Any) -> fabric.Connection:
     keys = {"key_filename": [str(tunnel.identity)]} if tunnel.identity else {}
     session = fabric.Connection(
         tunnel.host,
@@ -61,11 +41,24 @@ def _connected(tunnel: Any) -> fabric.Connection:
             if tunnel.identity or not _is_refusal(error) or not sys.stdin.isatty():
                 raise
             _ask_password(session, tunnel)
-    except BaseException:
+    except BaseException as error:
         session.client.close()
+        if isinstance(error, paramiko.SSHException) and _is_refusal(error):
+            raise ClusterError(
+                f"Nobody could log in as {tunnel.key} ({error}). Try `ssh {tunnel.key}` in a "
+                "shell, and give the tunnel the right user, host, port and identity."
+            ) from error
+        if isinstance(error, (paramiko.SSHException, OSError, EOFError)):
+            raise Unanswered(unreachable(tunnel, error)) from error
         raise
     tunnel.session = session
     return session
+
+
+def unreachable(tunnel: Any, error: BaseException) -> str:
+    """Say that a host cannot be reached, and why."""
+    why = str(error).strip().rstrip(".") or type(error).__name__
+    return f"{tunnel.key} cannot be reached now: {why}."
 
 
 def _ask_password(session: Any, tunnel: Any) -> None:

@@ -308,7 +308,7 @@ def cancel(
     ] = None,
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
-    from nemo_run_ray.experiment.cancel import cancel_all
+    from nemo_run_ray.experiment.job import cancel_all
 
     if elements is not None:
         _show_elements(_job(name, job).cancel_elements(elements))
@@ -446,7 +446,7 @@ def _end_jobs(
         JobError: jobs run, and nobody asked to cancel them.
     """
     from nemo_run_ray.dashboard.jobs import JobsApi
-    from nemo_run_ray.experiment.cancel import active, end_all, note_ends
+    from nemo_run_ray.experiment.job import active, end_all, note_ends
 
     api = JobsApi.of(dashboard)
     try:

@@ -306,35 +306,32 @@ def handles_of(
     """The handles that dependencies mean: each experiment that is named becomes all of its jobs."""
     handles: list[str] = []
     for name in dependencies:
-        handles += [name] if "://" in name else _handles_of_one(name, exp_dir, jobs_of)
+        if "://" in name:
+            handles.append(name)
+            continue
+        folder = find_experiment(name, but=exp_dir)
+        if folder is None:
+            meant = did_you_mean(name, titles() - {exp_dir.parent.name})
+            raise ConfigError(
+                f"RayExecutor.dependencies names {name!r}, and NeMo-Run's home has no experiment "
+                f"of that title or id.{meant} Nothing was sent. `nemo experiment list <title>` "
+                "lists the experiments of a title."
+            )
+        if folder == exp_dir:
+            raise ConfigError(
+                f"RayExecutor.dependencies names {name!r}, which is the experiment itself; use the "
+                "dependencies of `experiment.add` for its own jobs. Nothing was sent."
+            )
+        records = [job for job in store_of(folder).ledger.jobs().values() if not job.is_dispatcher]
+        missing = sorted(set(jobs_of(folder)) - {record.job for record in records})
+        if missing or not records:
+            raise ConfigError(
+                f"RayExecutor.dependencies names {name!r}, but the experiment {folder.name} has "
+                f"not handed over to Ray: {', '.join(missing) or 'anything'}. Wait until it has, "
+                "or name the jobs that you mean by their handles. Nothing was sent."
+            )
+        handles += sorted(f"{HANDLE}{record.submission_id}" for record in records)
     return list(dict.fromkeys(handles))
-
-
-def _handles_of_one(
-    name: str, exp_dir: Path, jobs_of: Callable[[Path], Collection[str]]
-) -> list[str]:
-    folder = find_experiment(name, but=exp_dir)
-    if folder is None:
-        meant = did_you_mean(name, titles() - {exp_dir.parent.name})
-        raise ConfigError(
-            f"RayExecutor.dependencies names {name!r}, and NeMo-Run's home has no experiment of "
-            f"that title or id.{meant} Nothing was sent. `nemo experiment list <title>` lists the "
-            "experiments of a title."
-        )
-    if folder == exp_dir:
-        raise ConfigError(
-            f"RayExecutor.dependencies names {name!r}, which is the experiment itself; use the "
-            "dependencies of `experiment.add` for its own jobs. Nothing was sent."
-        )
-    records = [job for job in store_of(folder).ledger.jobs().values() if not job.is_dispatcher]
-    missing = sorted(set(jobs_of(folder)) - {record.job for record in records})
-    if missing or not records:
-        raise ConfigError(
-            f"RayExecutor.dependencies names {name!r}, but the experiment {folder.name} has not "
-            f"handed over to Ray: {', '.join(missing) or 'anything'}. Wait until it has, or name "
-            "the jobs that you mean by their handles. Nothing was sent."
-        )
-    return sorted(f"{HANDLE}{record.submission_id}" for record in records)
 
 
 def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:

@@ -19,26 +19,6 @@ def lines_of(log: str, element: int) -> list[str]:
     return [line.removeprefix(begin) for line in log.splitlines() if line.startswith(begin)]
 
 
-def test_a_script_with_variables_and_words(start):
-    script = run.Script(path="-c", args=['echo "$0 $1 $SEED"', "first", "x"], entrypoint="bash")
-    made = array(script, over={"args.2": ["a b", "'"], "env.SEED": range(3)})
-    job = start(made)
-
-    state, _, log = finish(job)
-
-    assert state == "SUCCEEDED", log
-    assert [lines_of(log, index) for index in range(6)] == [
-        ["first a b 0"],
-        ["first a b 1"],
-        ["first a b 2"],
-        ["first ' 0"],
-        ["first ' 1"],
-        ["first ' 2"],
-    ]
-    found = job.elements
-    assert (found["elements"], found["succeeded"], found["waiting"]) == (6, 6, 0)
-
-
 @pytest.mark.parametrize(
     # What starts an interpreter for each element is tried without Ray in CI.
     "isolation",

@@ -3,14 +3,13 @@
 import hashlib
 import json
 import secrets
-import socket
 import sys
 
 import nemo_run as run
 import pytest
 from nemo_run.core.execution.base import ExecutorMacros
 
-from nemo_run_ray import CommandProbe, PortProbe, RayExecutor
+from nemo_run_ray import CommandProbe, RayExecutor
 from nemo_run_ray.experiment.job import find_job
 from tests.conftest import python
 from tests.groups import client, finish, server, submit
@@ -103,25 +102,6 @@ def test_ranks_addresses_and_macros(existing, unique):
     head = found[0].split()[4]
     assert lines_of(log, "macros/0") == [f"{head} 2 0 1 {head}"]
     assert lines_of(log, "macros/1") == [f"{head} 2 1 1 {head}"]
-
-
-def test_a_port_that_is_taken(existing, unique):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        job = submit(
-            unique,
-            existing,
-            server(ports={"http": port}, ready=PortProbe("http")),
-            client("echo never"),
-        )
-
-        state, reason, log = finish(job)
-
-    assert (state, reason) == ("FAILED", "its command could not be started"), log
-    assert f"server/0: the port {port} ('http'), which the role 'server' asks for, is taken" in log
-    assert "never" not in log
 
 
 def test_every_role_has_its_own_secrets_code_and_environment(

@@ -148,28 +148,6 @@ def test_an_idle_one_ends_by_itself_and_what_it_had_is_known(home_of_its_own):
 
 
 @pytest.mark.soak
-def test_what_ended_unseen_is_noted_before_a_stop(home_of_its_own):
-    """A detached chain that nobody has looked at: its states, times and output are kept."""
-    program = home_of_its_own / "program.py"
-    program.write_text(DISPATCH)
-    subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
-
-    def stop() -> bool:
-        return tool("nemo-run-ray", "down").returncode == 0  # 1 while jobs run
-
-    wait_for(stop, 90)
-    rows = {one["job"]: one for one in json.loads(look("status", "--json", "pipe"))}
-    assert {name: row["state"] for name, row in rows.items()} == {
-        "first": "SUCCEEDED",
-        "second": "FAILED",
-    }
-    for row in rows.values():
-        (attempt,) = row["attempts"]
-        assert attempt["posted_at"] < attempt["running_at"] < attempt["ended_at"]
-    assert look("logs", "pipe", "--job", "first") == "hello\n"
-
-
-@pytest.mark.soak
 def test_a_forced_stop_cancels_and_keeps_the_output(home_of_its_own):
     """What runs, what waits in a chain, and what waits for room."""
     program = home_of_its_own / "program.py"

@@ -9,8 +9,7 @@ import pytest
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli.status_report import observe
-from nemo_run_ray.experiment.cancel import cancel_all
-from nemo_run_ray.experiment.job import RemoteJob, jobs_of
+from nemo_run_ray.experiment.job import RemoteJob, cancel_all, jobs_of
 from nemo_run_ray.experiment.store import find_experiment
 from nemo_run_ray.remote.status import JobState, Reason
 from tests.conftest import wait_for

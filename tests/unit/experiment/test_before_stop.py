@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nemo_run_ray.experiment import dispatch as snapshots
-from nemo_run_ray.experiment.cancel import note_ends
 from nemo_run_ray.experiment.dispatch import Dispatch
+from nemo_run_ray.experiment.job import note_ends
 from nemo_run_ray.experiment.store import TERMINAL, store_of
 from nemo_run_ray.remote.status import JobState, JobStatus
 from tests.fake_ray import FakeRay

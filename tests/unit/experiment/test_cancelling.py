@@ -8,7 +8,7 @@ import pytest
 
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.experiment import dispatch
-from nemo_run_ray.experiment.cancel import cancel_all
+from nemo_run_ray.experiment.job import cancel_all
 from nemo_run_ray.remote.status import JobState
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
 from tests.unit.experiment.conftest import Handed

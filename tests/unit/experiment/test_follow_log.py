@@ -263,10 +263,3 @@ def test_output_that_comes_before_rays_line_is_shown(cuts, early):
     whole = f"{printed}{_END}"
     log = f"{_SETTING_UP}{whole[:early]}{head}{whole[early:]}"
     assert "".join(output_of(_in_pieces(log, cuts), (_MARK,))) == printed
-
-
-def test_a_ray_with_other_words_hides_no_log():
-    log = "".join(f"line {number}\n" for number in range(5000))
-    source = (f"line {number}\n" for number in itertools.count())
-    assert next(output_of(source, (_MARK,))) == "line 0\n"
-    assert "".join(output_of([log], (_MARK,))) == log

@@ -8,7 +8,6 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.experiment import dispatch as snapshots
 from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.store import store_of
-from nemo_run_ray.remote.dashboard import LOG_FILE
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import EXIT_CODE_IS_LOST, GOES_ON, NODE, SUCCEEDS, Trouble
@@ -141,16 +140,3 @@ def test_an_end_that_ray_has_lost_is_told_as_the_log_proves_it(ray, one):
     (job,) = one.jobs.values()
     assert (job.status.reason, job.status.detail) == (Reason.EXIT_CODE, "exit code 4")
     assert job.status.tail == "words"
-
-
-@pytest.mark.parametrize("front", [None, 403, 404])
-def test_a_log_wakes_no_job_manager_where_the_state_api_is_open(ray, one, front):
-    name = f"{one.id}.job"
-    ray.rows[name].update(status="RUNNING", driver_node_id=NODE)
-    ray.logs[name] = "one\r\ntwo\n"
-    (job,) = one.jobs.values()
-    ray.trouble = lambda _, path: Trouble(front) if front and path.startswith(LOG_FILE) else None
-    text = "".join(job.api().logs.whole(name))
-    assert text == ("one\r\ntwo\n" if front else "one\ntwo\n")
-    asked = [path for _, path in ray.requests if path.endswith("/logs")]
-    assert len(asked) == (1 if front else 0)

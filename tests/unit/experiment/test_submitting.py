@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -65,27 +64,6 @@ def test_exactly_one_job_comes_of_a_request(ray, unique, tasks, troubles):
     else:
         assert set(Handed(ray, unique, *tasks).states().values()) <= {"PENDING", "WAITING"}
     assert len(ray.started) == 1
-
-
-def test_nothing_is_waited_for_and_little_is_asked_on_the_way_to_ray(ray, unique, monkeypatch):
-    """The client's time is NeMo-Run's and Ray's: its own is a few requests, and no pause."""
-    slept = []
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(_caller()), sleep(seconds)))
-    Handed(ray, unique, "job")
-    assert [name for name in slept if name.startswith("nemo_run_ray")] == []
-    before = ray.requests[: ray.requests.index(POST)]
-    uploads = [path for method, path in before if "/api/packages/" in path]
-    assert len(before) - len(uploads) <= 2, before
-    assert len(uploads) <= 5, "two archives, each asked for and sent, and the job's own one"
-    ray.requests.clear()
-    Handed(ray, unique, "job")
-    again = ray.requests[: ray.requests.index(POST)]
-    assert len(again) < len(before), "what is there is not sent again"
-
-
-def _caller() -> str:
-    return str(sys._getframe(2).f_globals["__name__"])
 
 
 @pytest.mark.parametrize(
