@@ -32,7 +32,9 @@ def connect(tunnel: Any) -> fabric.Connection:
     )
     hop = session
     while isinstance(hop, fabric.Connection):  # OpenSSH itself checks behind a ProxyCommand
-        _check_host_key(hop)
+        policy = _KnownHosts(hop)
+        hop.client.set_missing_host_key_policy(policy)
+        hop.connect_kwargs["transport_factory"] = policy.transport
         hop = hop.gateway
     try:
         try:
@@ -81,13 +83,22 @@ class _KnownHosts(paramiko.MissingHostKeyPolicy):
     """Accepts the key of one host as OpenSSH does.
 
     paramiko's own policies read neither patterns and revoked keys nor the configuration of SSH.
-
-    Args:
-        hop: the connection to it.
-        config: of OpenSSH for this host.
     """
 
-    def __init__(self, hop: Any, config: dict[str, str]) -> None:
+    def __init__(self, hop: fabric.Connection) -> None:
+        words = ["ssh", "-G", "-p", str(hop.port), "-l", hop.user, "--", hop.original_host]
+        try:
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+            )
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ClusterError(
+                f"The SSH host key of {hop.original_host} cannot be checked by "
+                f"`{shlex.join(words)}`: {getattr(error, 'stderr', '') or error} Install OpenSSH's "
+                "client, or correct its configuration."
+            ) from error
+        rows = (line.partition(" ") for line in done.stdout.splitlines())
+        config = {name: value for name, _, value in rows}
         self._host = hop.original_host
         self._login = ["-p", str(hop.port), f"{hop.user}@{hop.original_host}"]
         self._is_strict = config["stricthostkeychecking"] not in ("false", "no", "off")
@@ -146,25 +157,6 @@ class _KnownHosts(paramiko.MissingHostKeyPolicy):
             f"The SSH host key of {self._host} ({key.get_name()} {key.fingerprint}) {state} in "
             f"{files}: no connection is made. {step}"
         )
-
-
-def _check_host_key(hop: Any) -> None:
-    """Let a connection that is not open yet take no key but those that OpenSSH would accept."""
-    words = ["ssh", "-G", "-p", str(hop.port), "-l", hop.user, "--", hop.original_host]
-    try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ClusterError(
-            f"The SSH host key of {hop.original_host} cannot be checked by `{shlex.join(words)}`: "
-            f"{getattr(error, 'stderr', '') or error} Install OpenSSH's client, or correct its "
-            "configuration."
-        ) from error
-    rows = (line.partition(" ") for line in done.stdout.splitlines())
-    policy = _KnownHosts(hop, {name: value for name, _, value in rows})
-    hop.client.set_missing_host_key_policy(policy)
-    hop.connect_kwargs["transport_factory"] = policy.transport
 
 
 def _is_refusal(error: paramiko.SSHException) -> bool:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -964,7 +964,7 @@ def _write(
                         detail=status.detail,
                         ended_at=time.time(),
                     )
-            values = {"attempts": [attempt.to_json() for attempt in attempts.values()]}
+            values = {"attempts": [asdict(attempt) for attempt in attempts.values()]}
             if has_ended:
                 events.append((TERMINAL, job.id, {"status": status.to_json(), **values}))
             elif attempts != current.attempts:
@@ -1062,7 +1062,7 @@ def _copy_begin_times(store: ExperimentStore, job: RemoteJob, status: JobStatus)
     known = store.ledger.jobs()[job.id].attempts
     attempts = with_begin_times(job, known)
     if attempts != known:
-        rows = [attempt.to_json() for attempt in attempts.values()]
+        rows = [asdict(attempt) for attempt in attempts.values()]
         _append(store, [(SEEN, job.id, {"attempts": rows})])
 
 
@@ -1182,40 +1182,38 @@ def end_all(api: JobsApi) -> list[str]:
 def note_ends(api: JobsApi, is_forced: bool) -> Iterator[str]:
     """Write down how the jobs of this NeMo-Run home ended, and keep their logs.
 
+    Args:
+        api: the dashboard of the cluster that is about to be stopped.
+        is_forced: its jobs were stopped; those that have not ended are noted as cancelled.
+
     Yields:
         A sentence for each thing that could not be kept.
     """
     problems: dict[str, None] = {}
-    remaining = []
-    rows, snapshot = api.table(fresh=True), Snapshot()
-    for exp_dir in sorted(experiments_of(rows.keys())):
-        seen: list[tuple[RemoteJob, JobStatus]] = []
-        for row in store_of(exp_dir).ledger.jobs().values():
-            if row.is_dispatcher:
+    records: list[JobRecord] = []
+    for is_last in (False, True) if is_forced else (False,):
+        rows = api.table(fresh=True, patience_s=PATIENCE_S)
+        records = records or [
+            one
+            for exp_dir in sorted(experiments_of(rows.keys()))
+            for one in store_of(exp_dir).ledger.jobs().values()
+            if not one.is_dispatcher
+            and not rows.keys().isdisjoint((one.submission_id, one.dispatcher))
+        ]
+        snapshot, seen = Snapshot(), []
+        for one in records:
+            try:
+                job = RemoteJob(one)
+                status = job.look(snapshot)
+            except (NemoRunRayError, OSError) as error:
+                problems[f"{one.submission_id} could not be looked at: {error}"] = None
                 continue
-            if not rows.keys().isdisjoint((row.submission_id, row.dispatcher)):
-                try:
-                    job = RemoteJob(row)
-                    seen.append((job, job.look(snapshot)))
-                except (NemoRunRayError, OSError) as error:
-                    problems[f"{row.submission_id} could not be looked at: {error}"] = None
+            if is_last and not status.state.is_terminal:
+                attempts = list(job.attempts_in(snapshot).values())
+                node = attempts[-1].node if attempts else ""
+                detail = "cancelled when its cluster was stopped"
+                state, reason = JobState.CANCELLED, Reason.CANCELLED
+                status = JobStatus(state, reason, detail, node, attempt=len(attempts))
+            seen.append((job, status))
         problems |= dict.fromkeys(record(seen, snapshot, is_final=True))
-        remaining.append([job for job, status in seen if not status.state.is_terminal])
-    if is_forced:
-        api.table(fresh=True, patience_s=PATIENCE_S)
-        snapshot = Snapshot()  # the first looks, and the copies of logs, have taken their time
-        for jobs in remaining:
-            seen = [(job, _stopped(job, snapshot)) for job in jobs]
-            problems |= dict.fromkeys(record(seen, snapshot, is_final=True))
     yield from problems
-
-
-def _stopped(job: RemoteJob, snapshot: Snapshot) -> JobStatus:
-    """The status of a job when its cluster is stopped."""
-    status = job.status_in(snapshot)
-    if status.state.is_terminal:
-        return status
-    attempts = list(job.attempts_in(snapshot).values())
-    node = attempts[-1].node if attempts else ""
-    detail = "cancelled when its cluster was stopped"
-    return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, attempt=len(attempts))

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,9 +76,6 @@ class AttemptRecord:
         about = status.state.value, status.reason.value, status.detail, status.node
         ended_at = row.ended_at or None
         return cls(submission_id, *about, row.posted_at, None, ended_at, row.exit_code)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 #: The attempts of one job by submission id, the first one first.

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -261,7 +261,7 @@ class Batch:
         from nemo_run_ray.cluster_files.check import CheckState, look
         from nemo_run_ray.cluster_files.load import load
 
-        asks = dict(request for plan in self.plans.values() for request in requests_of(plan))
+        asks = {k: v for plan in self.plans.values() for k, v in requests_of(plan).items()}
         lines: dict[str, CheckState] = {}
         for name in dict.fromkeys(executor.resolved_from for executor in resolved):
             for row in look(self._api.dashboard, load(name) if name else None, asks):
@@ -281,23 +281,22 @@ class Batch:
         return [package_archive(), self._jobs[1]]
 
 
-def requests_of(plan: JobPlan) -> Iterator[tuple[str, ResourceRequest]]:
+def requests_of(plan: JobPlan) -> dict[str, ResourceRequest]:
     """The request of one replica of each role, by a name for people.
 
     A group that waits for nodes to join asks for nothing that must be there.
     """
     if isinstance(plan.spec, ArraySpec):
-        host = plan.spec.host
-        yield (
-            f"element of {plan.job}",
-            ResourceRequest(dict(host.resources), dict(host.label_selector)),
-        )
-    elif not isinstance(plan.spec, GroupSpec):
-        yield f"task {plan.job}", request_of(plan.reservation)
-    elif not plan.spec.wait_for_nodes:
-        for role in plan.spec.roles:
-            ask = ResourceRequest(dict(role.resources), dict(role.label_selector))
-            yield f"role {role.name} of {plan.job}", ask
+        parts = {f"element of {plan.job}": plan.spec.host}
+    elif isinstance(plan.spec, GroupSpec):
+        roles = () if plan.spec.wait_for_nodes else plan.spec.roles
+        parts = {f"role {role.name} of {plan.job}": role for role in roles}
+    else:
+        return {f"task {plan.job}": request_of(plan.reservation)}
+    return {
+        name: ResourceRequest(dict(part.resources), dict(part.label_selector))
+        for name, part in parts.items()
+    }
 
 
 def handles_of(

@@ -64,7 +64,6 @@ class Interrupt:
     )
 
     def __init__(self) -> None:
-        self._happened = threading.Event()
         self._experiment = ""
         self._has_sent = False
 
@@ -74,13 +73,11 @@ class Interrupt:
             return
         self._has_sent = self._has_sent and self._experiment == experiment
         self._experiment = experiment
-        self._happened.clear()
         interrupted.clear()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note)
 
     def unwatch(self) -> None:
-        self._happened.clear()
         interrupted.clear()
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) == self._note:
@@ -88,18 +85,17 @@ class Interrupt:
 
     def forbid(self) -> None:
         """Raise after Ctrl-C, before jobs are handed over: the cluster took long to come up."""
-        if self._happened.is_set():
+        if interrupted.is_set():
             raise NemoRunRayError("Interrupted. What was not handed over before is not sent.")
         self._has_sent = True
 
     def end_wait(self, job: str, status: JobStatus) -> None:
         """Raise in a thread that waits for a job, after Ctrl-C."""
         main = threading.current_thread() is threading.main_thread()
-        if self._happened.is_set() and not main and not status.state.is_terminal:
+        if interrupted.is_set() and not main and not status.state.is_terminal:
             raise NemoRunRayError(f"The wait for {job} was interrupted; the job goes on.")
 
     def _note(self, number: int, frame: Any) -> None:
-        self._happened.set()
         interrupted.set()
         text = self._help if self._has_sent else "Interrupted. Nothing of {name} was handed over."
         raise without_traceback(KeyboardInterrupt(text.format(name=shlex.quote(self._experiment))))
