@@ -155,13 +155,8 @@ def script_problem(task: JobSpec, code: Archive | None) -> str:
     """
     interpreter, path = (*task.argv[:2], "", "")[:2]
     known = re.fullmatch(r"(.*/)?(bash|sh|python[\d.]*)", interpreter)
-    if not known or task.startup or not path or path.startswith("-") or "$" in path:
+    if not known or task.cwd or task.startup or not path or path.startswith("-") or "$" in path:
         return ""
-    if task.cwd is not None and not path.startswith("/nemo_run/"):
-        there = os.path.join(task.cwd, path)
-        if os.path.exists(there) or (os.sep not in path and shutil.which(path)):
-            return ""
-        return f"there is no {there}. Correct the script's path."
     path = os.path.normpath(path.removeprefix("/nemo_run/code/"))
     if path.startswith(("/", "../")):
         return ""

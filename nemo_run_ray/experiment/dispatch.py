@@ -173,8 +173,8 @@ class Dispatch:
         self.folder = exp_dir / "ray_dispatches" / name
         self._lock = threading.Lock()
         self._last: DispatchStatus | None = None
-        #: Times at which this process has started its dispatcher again.
-        self.revived_at: list[float] = []
+        #: When this process may start its dispatcher again, by the monotonic clock.
+        self.revive_at = 0.0
         self._nonces: frozenset[str] = frozenset()
         if record is not None:
             nonce = record.nonces[-1]
@@ -198,11 +198,6 @@ class Dispatch:
         if record.dispatcher and not record.is_dispatcher:
             return cls.of(record.exp_dir, record.dispatcher)
         return cls(record.exp_dir, first_id(record.submission_id), record)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether everything is there that a dispatcher needs."""
-        return (self.folder / "dispatch.json").exists()
 
     @functools.cached_property
     def spec(self) -> DispatchSpec:
@@ -295,12 +290,10 @@ class Dispatch:
 
 
 def dispatches_of(exp_dir: Path) -> list[Dispatch]:
-    """The dispatches of an experiment, saved ones only."""
+    """The dispatches of an experiment."""
     records = store_of(exp_dir).ledger.jobs().values()
-    found = dict.fromkeys(record.dispatcher for record in records if record.dispatcher)
-    return [
-        dispatch for dispatch in (Dispatch.of(exp_dir, name) for name in found) if dispatch.is_saved
-    ]
+    names = dict.fromkeys(record.dispatcher for record in records if record.dispatcher)
+    return [Dispatch.of(exp_dir, name) for name in names]
 
 
 #: Seconds to find out what became of a request whose answer was lost; a dashboard's restart is
@@ -460,8 +453,8 @@ def resume(dispatch: Dispatch) -> str:
 
 # ---------------------------------------------------------------- while a client waits
 
-#: Seconds between two starts of a dispatcher by one process that finds it dead, and how many.
-_REVIVE_AGAIN_S, _REVIVALS_MAX = 20.0, 20
+#: Seconds between two starts of a dispatcher by one process that finds it dead.
+_REVIVE_AGAIN_S = 20.0
 #: Seconds that the client that hands a dispatch over may need until its dispatcher is there.
 _SENDING_S = 120.0
 #: Seconds between two times that a waiting client tends.
@@ -510,22 +503,19 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
     dispatches = {record.dispatcher: record for record in records if record.dispatcher}
     for name, record in dispatches.items():
         dispatch = Dispatch.of(record.exp_dir, name)
-        if dispatch.is_saved:
-            found = dispatch.look(api, snapshot)
-            # Its first dispatcher may be on its way: the client sends the archives before.
-            is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
-            is_needed = not (found.lost or found.is_dispatched or found.decision.is_over)
-            if is_needed and not is_young:
-                _revive(dispatch)
+        found = dispatch.look(api, snapshot)
+        # Its first dispatcher may be on its way: the client sends the archives before.
+        is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
+        if not (is_young or found.lost or found.is_dispatched or found.decision.is_over):
+            _revive(dispatch)
 
 
 def _revive(dispatch: Dispatch) -> None:
     """Start a dispatcher again that is dead and has something to do."""
     with store_of(dispatch.exp_dir).lock:
-        now, last = time.monotonic(), (dispatch.revived_at or [-_REVIVE_AGAIN_S])[-1]
-        if now - last < _REVIVE_AGAIN_S or len(dispatch.revived_at) >= _REVIVALS_MAX:
+        if time.monotonic() < dispatch.revive_at:
             return
-        dispatch.revived_at.append(now)
+        dispatch.revive_at = time.monotonic() + _REVIVE_AGAIN_S
     try:
         outcome = resume(dispatch)
     except NemoRunRayError as error:

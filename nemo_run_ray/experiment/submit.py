@@ -92,8 +92,7 @@ class Batch:
     before_post: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _dispatched: dict[str, NemoRunRayError | None] = field(default_factory=dict)
-    #: By the packager's key, and whether it was packed for a dry run.
-    _code: dict[tuple[str, bool], Archive] = field(default_factory=dict)
+    _code: dict[str, Archive] = field(default_factory=dict)
     _jobs: tuple[tuple[str, ...], Archive] | None = None
 
     def add(self, planned: JobPlan, executor: RayExecutor, place: int) -> None:
@@ -114,22 +113,22 @@ class Batch:
         """
         secrets_archive(planned.spec.secrets, "", planned.secret_places)
         if planned.job == next(iter(self.plans), planned.job):
-            # The files may have changed since the last dry run.
-            self._code = {key: code for key, code in self._code.items() if not key[1]}
+            # The files may have changed since the last dry run, which kept none.
+            self._code = {}
         code = {role: self._packed(own, is_dry) for role, own in planned.packagers.items()}
         for role, task in planned.tasks().items():
             problem = script_problem(task, code.get(role))
-            if problem and not (task.cwd and (planned.after or planned.outside)):
+            if problem:
                 raise ConfigError(f"The job {planned.job!r} cannot run: {problem}")
 
     def _packed(self, packager: Packager, is_dry: bool = False) -> Archive:
         name = packager_key(packager)
-        if (name, is_dry) not in self._code:
+        if name not in self._code:
             # Another cluster's batch writes the same file.
             with store_of(self.exp_dir).packing, tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary) if is_dry else self.exp_dir
-                self._code[name, is_dry] = code_archive(packager, folder, f"ray_code_{name}")
-        return self._code[name, is_dry]
+                self._code[name] = code_archive(packager, folder, f"ray_code_{name}")
+        return self._code[name]
 
     def submit(self, name: str) -> str:
         """Hand a job over, with the first one its whole dispatch; its submission id."""

@@ -17,9 +17,7 @@ def test_a_long_title_gives_an_id_that_files_can_have():
 
 def test_a_chain_is_saved_when_its_plan_is(tmp_path):
     dispatch = Dispatch(tmp_path, "e.dispatcher")
-    assert not dispatch.is_saved
     dispatch.save(DispatchSpec("e.dispatcher", "nonce", ()), {}, [], {})
-    assert dispatch.is_saved
     assert Dispatch(tmp_path, "e.dispatcher").spec == dispatch.spec
 
 

@@ -48,7 +48,6 @@ SCRIPTS = run.PatternPackager(include_pattern="*.sh", relative_path=".")
         ),
         (run.Script("there.sh"), {}, "no code is sent, so that its script 'there.sh'"),
         (run.Script("gone.sh"), {"packager": SCRIPTS}, "'gone.sh' is not among the 1 file"),
-        (run.Script("gone.py", entrypoint="python"), {"address": None}, "there is no /.*/gone.py"),
     ],
     ids=[
         "secret",
@@ -56,7 +55,6 @@ SCRIPTS = run.PatternPackager(include_pattern="*.sh", relative_path=".")
         "pattern",
         "script not sent",
         "script not packed",
-        "script not here",
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would_and_neither_asks_a_cluster(
