@@ -55,7 +55,6 @@ from nemo_run_ray.experiment.store import (
     TERMINAL,
     AttemptRecord,
     Attempts,
-    Event,
     ExperimentStore,
     JobRecord,
     Kept,
@@ -939,8 +938,7 @@ def _write(
     snapshot: Snapshot,
     is_final: bool,
 ) -> None:
-    """Append what is new of these jobs to the ledger, with one write."""
-    events: list[Event] = []
+    """Append what is new of these jobs to the ledger."""
     with store.recording:  # another thread that has seen the same end waits until it is written
         for job, status in jobs:
             current = store.ledger.job(job.id)
@@ -964,20 +962,12 @@ def _write(
                         detail=status.detail,
                         ended_at=time.time(),
                     )
-            values = {"attempts": [asdict(attempt) for attempt in attempts.values()]}
+            seen_now = [asdict(attempt) for attempt in attempts.values()]
             if has_ended:
-                events.append((TERMINAL, job.id, {"status": status.to_json(), **values}))
+                noted = {"status": status.to_json(), "attempts": seen_now}
+                store.ledger.note(TERMINAL, job.id, **noted)
             elif attempts != current.attempts:
-                events.append((SEEN, job.id, values))
-        _append(store, events)
-
-
-def _append(store: ExperimentStore, events: Sequence[Event]) -> None:
-    try:
-        if events:
-            store.ledger.write_all(events)
-    except OSError as error:
-        log.warning("What was seen of the jobs is not kept in %s: %s", store.exp_dir, error)
+                store.ledger.note(SEEN, job.id, attempts=seen_now)
 
 
 def _begun(store: ExperimentStore, attempts: Attempts) -> Attempts:
@@ -1062,8 +1052,7 @@ def _copy_begin_times(store: ExperimentStore, job: RemoteJob, status: JobStatus)
     known = store.ledger.jobs()[job.id].attempts
     attempts = with_begin_times(job, known)
     if attempts != known:
-        rows = [asdict(attempt) for attempt in attempts.values()]
-        _append(store, [(SEEN, job.id, {"attempts": rows})])
+        store.ledger.note(SEEN, job.id, attempts=[asdict(one) for one in attempts.values()])
 
 
 def find(name: str) -> list[RemoteJob]:
