@@ -1013,10 +1013,10 @@ def _copy_all(
                     copy(store, job, status)
                 except (NemoRunRayError, OSError, ValueError) as error:
                     problems.append(f"The log of {job.id} is not copied whole: {error}")
-                    log.info(problems[-1])
                     if not isinstance(error, (JobError, OSError)):
                         again_at = time.monotonic() + _COPY_AGAIN_S
                         break
+                    log.warning("%s", problems[-1])
             store.copy_again_at[job.id] = again_at
 
 
