@@ -12,6 +12,7 @@ first, because the client takes the first connection that is not refused for a s
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import resource
@@ -72,27 +73,18 @@ async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
 async def forward(taken: socket.socket, hosts: list[str]) -> None:
     """Serve one port, once a host answers on it."""
     port = taken.getsockname()[1]
-    found = ""
-    while not found:
-        for host in hosts:
-            if not found and await asyncio.to_thread(answers, host, port):
-                found = host
+    for host in itertools.cycle(hosts):
+        if await asyncio.to_thread(answers, host, port):
+            break
         await asyncio.sleep(_AGAIN_S)
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError), contextlib.closing(writer):
-            there, back = await asyncio.open_connection(found, port)
-            with contextlib.closing(back):
-                ways = {
-                    asyncio.create_task(copy(*way)) for way in ((reader, back), (there, writer))
-                }
-                # When one side breaks off, the other one is told at once.
-                _, left = await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
-                for way in left:
-                    way.cancel()
-                await asyncio.gather(*ways, return_exceptions=True)
+            there, back = await asyncio.open_connection(host, port)
+            with contextlib.closing(back):  # when one side breaks off, so does the other
+                await asyncio.gather(copy(reader, back), copy(there, writer))
 
-    print(f"nemo_run_ray| localhost:{port} is passed on to {found}", file=sys.stderr, flush=True)
+    print(f"nemo_run_ray| localhost:{port} is passed on to {host}", file=sys.stderr, flush=True)
     async with await asyncio.start_server(connect, sock=taken, backlog=_BACKLOG) as server:
         await server.serve_forever()
 

@@ -8,7 +8,6 @@ has no meaning on Ray, is there with a value that lets it pass.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib
@@ -20,15 +19,13 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
-from nemo_run.core.packaging.base import Packager
 from nemo_run.run.experiment import Experiment
 
 from nemo_run_ray.cluster_files.load import Document, load
@@ -41,86 +38,51 @@ from nemo_run_ray.patches import Edit, Patch
 from nemo_run_ray.remote.spec import env_key
 
 _PACKAGE = "nemo_skills"
-#: The functions that are replaced, by their modules, with the parameters that are read here.
-_USED: dict[str, dict[str, tuple[str, ...]]] = {
-    "cluster": {
-        "read_config": ("config_file",),
-        "cluster_download_dir": ("cluster_config", "remote_dir", "local_dir"),
-        "cluster_upload": ("cluster_config", "local_file", "remote_dir"),
-    },
-    "exp": {
-        "get_executor": (
-            *("cluster_config", "container", "num_nodes", "tasks_per_node", "gpus_per_node"),
-            *("job_name", "log_dir", "log_prefix", "dependencies", "extra_package_dirs"),
-            *("heterogeneous", "het_group", "with_ray"),
-        ),
-        "add_task": ("cluster_config", "with_ray", "reuse_code_exp"),
-    },
-    "server": {"should_get_random_port": ()},
+#: The parameters of ``get_executor`` that are read here.
+_PARAMETERS = {
+    *("cluster_config", "container", "num_nodes", "tasks_per_node", "gpus_per_node", "job_name"),
+    *("log_dir", "log_prefix", "dependencies", "extra_package_dirs", "heterogeneous", "het_group"),
+    "with_ray",
 }
 
 
 class SkillsExecutorPatch(Patch):
-    """Replaces functions of NeMo-Skills, in each of its modules that has them.
-
-    The name of a task comes to ``Experiment.add``, which is wrapped.
+    """NeMo-Skills knows Slurm and this machine only; for a cluster file that is for Ray, its
+    commands start their tasks on Ray.
     """
 
     name = "skills_executor"
-    why = (
-        "NeMo-Skills knows Slurm and this machine only; for a cluster file that is for Ray, its "
-        "commands start their tasks on Ray."
-    )
     retired_by = "an executor for Ray in NeMo-Skills' get_executor"
 
     def is_needed(self) -> bool:
         return importlib.util.find_spec(_PACKAGE) is not None
 
     def edits(self) -> Sequence[Edit]:
-        utils = f"{_PACKAGE}.pipeline.utils"
         try:
-            modules = {name: importlib.import_module(f"{utils}.{name}") for name in _USED}
-            pipeline = importlib.import_module(f"{utils}.declarative").Pipeline
+            utils = importlib.import_module(f"{_PACKAGE}.pipeline.utils")
+            originals = {name: getattr(utils, name) for name in _WRAPPERS}
+            pipeline = importlib.import_module(f"{utils.__name__}.declarative").Pipeline
+            parameters = inspect.signature(utils.get_executor).parameters
+            if lacking := _PARAMETERS - {*parameters}:
+                raise AttributeError(f"get_executor has no {', '.join(lacking)}")
         except Exception as error:  # its many dependencies raise what they like
-            raise self._unknown(f"{utils} ({type(error).__name__}: {error})") from error
-        exp = modules["exp"]
-        if not isinstance(getattr(exp, "REUSE_CODE_EXP", None), dict):
-            raise self._unknown("REUSE_CODE_EXP")
+            raise UnsupportedNemoRun(
+                f"The patch {self.name} does not know this NeMo-Skills ({type(error).__name__}: "
+                f"{error}). Nothing was changed."
+            ) from error
         edits = [
-            Edit(pipeline, "run", _pipeline_run(pipeline.run)),
-            Edit(Experiment, "add", _experiment_add(Experiment.add)),
+            self.wrapped(pipeline, "run", _pipeline_run),
+            self.wrapped(Experiment, "add", _experiment_add),
         ]
-        replacements: dict[str, Callable[[Any], Any]] = {
-            "read_config": _read_config,
-            "get_executor": lambda original: _get_executor(original, exp),
-            "add_task": _add_task,
-            "should_get_random_port": _should_get_random_port,
-            "cluster_download_dir": lambda original: _replacing(original, _download),
-            "cluster_upload": lambda original: _replacing(original, _upload),
-        }
-        for module, functions in _USED.items():
-            for name, parameters in functions.items():
-                original = getattr(modules[module], name, None)
-                if not inspect.isfunction(original):
-                    raise self._unknown(name)
-                lacking = set(parameters) - {*inspect.signature(original).parameters}
-                if lacking:
-                    raise self._unknown(f"{name}, which has no {', '.join(lacking)}")
-                new = replacements[name](original)
-                edits += [
-                    Edit(other, name, new)
-                    for other in list(sys.modules.values())
-                    if isinstance(other, ModuleType)
-                    and other.__name__.partition(".")[0] == _PACKAGE
-                    and vars(other).get(name) is original
-                ]
+        for name, original in originals.items():
+            new = _WRAPPERS[name](original)
+            # Its modules import the functions of each other by name.
+            edits += [
+                Edit(module, name, new)
+                for path, module in list(sys.modules.items())
+                if path.partition(".")[0] == _PACKAGE and vars(module).get(name) is original
+            ]
         return edits
-
-    def _unknown(self, target: str) -> UnsupportedNemoRun:
-        return UnsupportedNemoRun(
-            f"The patch {self.name} does not know {target} of this NeMo-Skills. "
-            "Nothing was changed."
-        )
 
 
 PATCH = SkillsExecutorPatch()
@@ -144,32 +106,30 @@ def _read(path: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: it is for Ray, and is wrong.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError):
-        return None  # NeMo-Skills says itself what is wrong with it
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
     document = Document(path, values if isinstance(values, dict) else {})
     if not reader.matches(document) or not reader.names_ray(document):
         return None
     load(str(path))
     config = {name: v for name, v in values.items() if name not in _DROPPED and v is not None}
-    config.update({kind: list(config.get(kind) or ()) for kind in _LISTS})
-    config.update(
-        executor="slurm",
-        account="",
-        # With a partition for CPUs, a task that asks for no GPU is not given one.
-        partition="",
-        cpu_partition="ray",
-        # Every path is the nodes' own.
-        mounts=_Mounts(["/:/"]),
-    )
-    config.setdefault("skip_hf_home_check", True)
+    lists = {kind: list(config.get(kind) or ()) for kind in _LISTS}
     # Two containers may have one image, and nodes of their own: tasks ask for them by their names.
     names = config.get("containers")
-    config["containers"] = {name: name for name in names} if names else _NoContainers()
-    # The file is read again when the task is handed over.
-    config[_KEY] = {"file": str(path.absolute()), **{kind: [*config[kind]] for kind in _LISTS}}
-    return config
+    return {
+        "skip_hf_home_check": True,
+        **config,
+        **lists,
+        "executor": "slurm",
+        "account": "",
+        # With a partition for CPUs, a task that asks for no GPU is not given one.
+        "partition": "",
+        "cpu_partition": "ray",
+        # Every path is the nodes' own.
+        "mounts": _Mounts(["/:/"]),
+        "containers": {name: name for name in names} if names else _NoContainers(),
+        # The file is read again when the task is handed over.
+        _KEY: {"file": str(path.absolute()), **{kind: [*lists[kind]] for kind in _LISTS}},
+    }
 
 
 class _Mounts(list[str]):
@@ -186,28 +146,19 @@ class _NoContainers(dict[str, str]):
         return ""
 
 
-def _is_for_ray(config: Any) -> bool:
-    return isinstance(config, Mapping) and _KEY in config
-
-
 def _added_variables(config: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """The variables that NeMo-Skills has added to those of the file, and the names of secrets.
 
     Raises:
-        ConfigError: one is required and not set, or a credential has another value than in the
-            environment.
+        ConfigError: a credential has another value than in the environment.
     """
     clear: dict[str, str] = {}
     secrets: list[str] = []
     for kind in _LISTS:
-        for entry in config.get(kind) or ():
-            if entry in config[_KEY][kind]:
-                continue
+        for entry in config[kind]:
             name, equals, value = (part.strip() for part in str(entry).partition("="))
             found = os.path.expandvars(value) if equals else os.environ.get(name)
-            if found is None and kind == "required_env_vars":
-                raise ConfigError(f"The variable {name} is required, and is not set; set it.")
-            if found is None:
+            if entry in config[_KEY][kind] or found is None:
                 continue
             if not any(map(is_credential_name, [name, *re.findall(r"\$\{?(\w+)", value)])):
                 clear[name] = found
@@ -269,46 +220,48 @@ class SkillsExecutor(RayExecutor):
         return merged  # type: ignore[no-any-return]
 
 
-def _executor_of(
-    call: Mapping[str, Any], packager: Packager, is_ray_program: bool
-) -> SkillsExecutor:
-    """The executor for a call of ``get_executor``.
-
-    Args:
-        call: its arguments, by their names.
-        packager: of NeMo-Skills, for a file that says nothing of the code.
-        is_ray_program: whether the task asks the cluster for its resources itself.
+def _get_executor(original: Any, bound: inspect.BoundArguments) -> SkillsExecutor:
+    """The executor of one part of a task.
 
     Raises:
         ConfigError: the task asks for what there is on Slurm only, or the file is wrong.
     """
+    call = bound.arguments
     if call.get("ray_template") is not None:
         raise ConfigError(
             "ray_template is a script for Slurm; leave it out, the task runs on a Ray cluster."
         )
-    file, role = call["cluster_config"][_KEY]["file"], call["log_prefix"]
-    clear, secrets = _added_variables(call["cluster_config"])
+    exp = sys.modules[original.__module__]
+    exp.REUSE_CODE_EXP.clear()  # it would take the code of an experiment on Ray over a tunnel
+    config, role, het_group = call["cluster_config"], call["log_prefix"], None
+    is_sandbox = role.startswith(_SANDBOX)
+    clear, secrets = _added_variables(config)
     fields = {
-        "nodes": call["num_nodes"],
+        # Clients know one address of a sandbox, and two of them on one node would share a port.
+        "nodes": 1 if is_sandbox else call["num_nodes"],
         "ntasks_per_node": call["tasks_per_node"],
         "gpus_per_node": call["gpus_per_node"] or 0,
-        "env_vars": clear,
     }
-    if role.startswith(_SANDBOX):
-        fields["nodes"] = 1  # clients know one address; two of them on one node share a port
-    elif call["num_nodes"] > 1:
+    if fields["nodes"] > 1:
         fields["strategy"] = "STRICT_SPREAD"  # as Slurm's nodes are different ones
-    if is_ray_program and not role.startswith((_SERVER, _SANDBOX)):
+    is_ray_program = call["with_ray"] or config[_KEY].get("with_ray")
+    if is_ray_program and not is_sandbox and not role.startswith(_SERVER):
         # Its actors get the nodes; what the task itself reserved would be missing for them.
         clear["GPUS_PER_NODE"] = str(fields["gpus_per_node"])
-        fields = {"nodes": 1, "cpus_per_node": None, "env_vars": clear}
+        fields = {"nodes": 1, "cpus_per_node": None}
+    if call["heterogeneous"]:
+        het_group = call["het_group"]
+        role = f"{role}-{het_group}"
+    file = config[_KEY]["file"]
+    packager = exp.get_packager(extra_package_dirs=tuple(call["extra_package_dirs"] or ()) or None)
     return SkillsExecutor(
         cluster=file,
         image=call["container"] or None,
-        role=f"{role}-{call['het_group']}" if call["heterogeneous"] else role,
-        het_group=call["het_group"] if call["heterogeneous"] else None,
+        role=role,
+        het_group=het_group,
         job_name=str(call["job_name"] or "").replace("/", "-"),
         log_dir=str(call["log_dir"] or ""),
+        env_vars=clear,
         secrets=secrets,
         dependencies=list(call["dependencies"] or ()),
         packager=default_values(load(file)).get("packager") or packager,
@@ -358,27 +311,22 @@ def _as_roles(executors: Sequence[SkillsExecutor]) -> list[SkillsExecutor]:
     return roles
 
 
-def _of_client(role: SkillsExecutor, serving: Sequence[SkillsExecutor]) -> list[str]:
+def _of_client(role: SkillsExecutor, serving: Sequence[SkillsExecutor]) -> Iterator[str]:
     """Commands for a task that talks to servers and a sandbox of its group."""
-    lines = []
-    servers = [_host(other) for other in serving if not other.role.startswith(_SANDBOX)]
-    for sandbox in (_host(other) for other in serving if other.role.startswith(_SANDBOX)):
-        lines.append(f'export NEMO_SKILLS_SANDBOX_HOST="${{NEMO_SKILLS_SANDBOX_HOST:-${sandbox}}}"')
+    servers = []
+    for other in serving:
+        host = _host(other)
+        if other.role.startswith(_SANDBOX):
+            yield f'export NEMO_SKILLS_SANDBOX_HOST="${{NEMO_SKILLS_SANDBOX_HOST:-${host}}}"'
+        else:
+            servers.append(f'"${host}"')
     if servers:
         # On Slurm the first node of the job is also the server's.
-        lines.append(f'export SLURM_MASTER_NODE="${{MASTER_ADDR:-${servers[0]}}}"')
+        yield f'export SLURM_MASTER_NODE="${{MASTER_ADDR:-{servers[0][1:-1]}}}"'
         # The replica's own address is that of its number in the list of its role's.
         own = f'"$(cut -d, -f$((NODE_RANK + 1)) <<< "${_host(role)}S")"'
-        hosts = " ".join(f'"${server}"' for server in servers)
-        program = shlex.quote(localhost_program())
-        lines.append(f'python3 -I -c {program} "${{nemo_run_ray_argv[@]: -1}}" {own} {hosts}')
-    return lines
-
-
-def localhost_program() -> str:
-    """The text of the program that serves at ``localhost``, without what is said about it."""
-    text = Path(localhost.__file__).read_text(encoding="utf-8")
-    return "# Reaches the servers of the group at localhost.\n" + text.partition('"""\n\n')[2]
+        program = shlex.quote(Path(localhost.__file__).read_text(encoding="utf-8"))
+        yield (f'python3 -I -c {program} "${{nemo_run_ray_argv[@]: -1}}" {own} {" ".join(servers)}')
 
 
 # ------------------------------------------------------ functions that take the place of theirs
@@ -387,11 +335,9 @@ def localhost_program() -> str:
 _EVERY_TASK = "nemo-run"
 #: Whether the cluster file that was read last is for Ray.
 _LAST_IS_FOR_RAY: ContextVar[bool] = ContextVar("last_is_for_ray", default=False)
-#: Whether the task that is being added is a Ray program, which reserves its resources itself.
-_IS_RAY_PROGRAM: ContextVar[bool] = ContextVar("is_ray_program", default=False)
 
 
-def _read_config(original: Callable[..., Any]) -> Callable[..., Any]:
+def _read_config(original: Any) -> Any:
     @functools.wraps(original)
     def wrapper(config_file: Any) -> Any:
         config = _read(Path(config_file))
@@ -401,99 +347,76 @@ def _read_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _replacing(
-    original: Callable[..., Any], on_ray: Callable[[inspect.BoundArguments], Any]
-) -> Callable[..., Any]:
-    """The function, with another one for the calls with the dictionary of a file for Ray."""
-    signature = inspect.signature(original)
+def _on_ray(replacement: Any) -> Any:
+    """Replaces a function for the calls with the dictionary of a file for Ray."""
 
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        if not _is_for_ray(bound.arguments["cluster_config"]):
-            return original(*args, **kwargs)
-        bound.apply_defaults()
-        return on_ray(bound)
+    def replacing(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            if _KEY not in bound.arguments["cluster_config"]:
+                return original(*args, **kwargs)
+            bound.apply_defaults()
+            return replacement(original, bound)
 
-    return wrapper
+        return wrapper
 
-
-def _get_executor(original: Callable[..., Any], exp: ModuleType) -> Callable[..., Any]:
-    def on_ray(bound: inspect.BoundArguments) -> SkillsExecutor:
-        call = bound.arguments
-        for key, experiment in list(exp.REUSE_CODE_EXP.items()):
-            # NeMo-Skills would use the code of an experiment on Ray again, over a tunnel.
-            if not getattr(experiment, "tunnels", None):
-                del exp.REUSE_CODE_EXP[key]
-        dirs = call["extra_package_dirs"]
-        packager = exp.get_packager(extra_package_dirs=tuple(dirs) if dirs is not None else None)
-        return _executor_of(call, packager, call["with_ray"] or _IS_RAY_PROGRAM.get())
-
-    return _replacing(original, on_ray)
+    return replacing
 
 
-def _add_task(original: Callable[..., Any]) -> Callable[..., Any]:
-    def on_ray(bound: inspect.BoundArguments) -> Any:
-        _refuse_code(bound.arguments["reuse_code_exp"])
-        # With it NeMo-Skills would mark the task as one for Slurm, and leave out the sandbox.
-        with _ray_program(bound.arguments.pop("with_ray")):
-            return original(*bound.args, **bound.kwargs)
+def _add_task(original: Any, bound: inspect.BoundArguments) -> Any:
+    call = bound.arguments
+    # With `with_ray` NeMo-Skills would mark the task as one for Slurm, and leave out the sandbox.
+    call["cluster_config"] = _for_task(
+        call["cluster_config"], call.pop("with_ray"), call["reuse_code_exp"]
+    )
+    return original(*bound.args, **bound.kwargs)
 
-    return _replacing(original, on_ray)
 
-
-def _pipeline_run(original: Callable[..., Any]) -> Callable[..., Any]:
+def _pipeline_run(original: Any) -> Any:
     """``Pipeline.run``, which does the same as ``add_task`` for each of its jobs."""
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_for_ray(self.cluster_config):
-            return original(self, *args, **kwargs)
-        _refuse_code(self.reuse_code_exp)
-        with_ray, self.with_ray = self.with_ray, False
-        try:
-            with _ray_program(with_ray):
-                return original(self, *args, **kwargs)
-        finally:
-            self.with_ray = with_ray
+        if _KEY in self.cluster_config:
+            config = _for_task(self.cluster_config, self.with_ray, self.reuse_code_exp)
+            self = copy.copy(self)
+            self.cluster_config, self.with_ray = config, False
+        return original(self, *args, **kwargs)
 
     return wrapper
 
 
-@contextlib.contextmanager
-def _ray_program(is_ray_program: Any) -> Iterator[None]:
-    """Say of the tasks that are added meanwhile whether they are Ray programs."""
-    token = _IS_RAY_PROGRAM.set(bool(is_ray_program))
-    try:
-        yield
-    finally:
-        _IS_RAY_PROGRAM.reset(token)
+def _for_task(config: Mapping[str, Any], with_ray: bool, reuse_code_exp: Any) -> dict[str, Any]:
+    """The dictionary of a cluster, which also says whether the task is a Ray program.
 
-
-def _refuse_code(experiment: Any) -> None:
-    """Refuse to use the code of an experiment again, which NeMo-Skills does over a tunnel."""
-    if experiment is not None:
+    Raises:
+        ConfigError: it would use the code of an experiment again, which NeMo-Skills does over a
+            tunnel.
+    """
+    if reuse_code_exp is not None:
         raise ConfigError(
-            f"reuse_code_exp is {getattr(experiment, '_title', experiment)!r}, and an experiment "
-            "on Ray keeps no code that another one could use. Leave it out: the code of the "
-            "current folder travels with every experiment."
+            f"reuse_code_exp is {getattr(reuse_code_exp, '_title', reuse_code_exp)!r}, and an "
+            "experiment on Ray keeps no code that another one could use. Leave it out: the code "
+            "of the current folder travels with every experiment."
         )
+    return {**config, _KEY: {**config[_KEY], "with_ray": with_ray}}
 
 
+@dataclass
 class _RandomPort:
     """Whether ports are random; on Ray they are, as no task has a node to itself.
 
     NeMo-Skills asks before it reads the cluster file, and uses the answer afterwards.
     """
 
-    def __init__(self, of_skills: bool) -> None:
-        self._of_skills = of_skills
+    of_skills: bool
 
     def __bool__(self) -> bool:
-        return _LAST_IS_FOR_RAY.get() or self._of_skills
+        return _LAST_IS_FOR_RAY.get() or self.of_skills
 
 
-def _should_get_random_port(original: Callable[..., Any]) -> Callable[..., Any]:
+def _should_get_random_port(original: Any) -> Any:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return _RandomPort(original(*args, **kwargs))
@@ -501,23 +424,24 @@ def _should_get_random_port(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _experiment_add(original: Callable[..., Any]) -> Callable[..., Any]:
+def _experiment_add(original: Any) -> Any:
     """``Experiment.add``, which gets NeMo-Skills' name of a task; there every one is "nemo-run"."""
 
     @functools.wraps(original)
     def wrapper(
         self: Any, task: Any, executor: Any = None, name: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        parts = executor if isinstance(executor, list) else [executor]
-        if name == _EVERY_TASK and parts and isinstance(parts[0], SkillsExecutor):
-            client = next((part for part in parts if not part.is_serving), parts[0])
-            name = client.job_name or name
+        if name == _EVERY_TASK:
+            parts = executor if isinstance(executor, list) else [executor]
+            mine = [part for part in parts if isinstance(part, SkillsExecutor)]
+            for part in sorted(mine, key=lambda part: part.is_serving)[:1]:
+                name = part.job_name or name
         return original(self, task, executor, name, *args, **kwargs)
 
     return wrapper
 
 
-def _download(bound: inspect.BoundArguments) -> None:
+def _download(original: object, bound: inspect.BoundArguments) -> None:
     """Copy a folder that this machine sees."""
     source = Path(bound.arguments["remote_dir"])
     if not source.is_dir():
@@ -529,6 +453,17 @@ def _download(bound: inspect.BoundArguments) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True)
 
 
-def _upload(bound: inspect.BoundArguments) -> None:
+def _upload(original: object, bound: inspect.BoundArguments) -> None:
     """Copy to a path that this machine sees."""
     shutil.copy(bound.arguments["local_file"], bound.arguments["remote_dir"])
+
+
+#: What takes the place of functions of NeMo-Skills, in each of its modules that has them.
+_WRAPPERS: dict[str, Any] = {
+    "read_config": _read_config,
+    "should_get_random_port": _should_get_random_port,
+    "get_executor": _on_ray(_get_executor),
+    "add_task": _on_ray(_add_task),
+    "cluster_download_dir": _on_ray(_download),
+    "cluster_upload": _on_ray(_upload),
+}

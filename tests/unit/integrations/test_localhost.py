@@ -11,13 +11,14 @@ import threading
 import time
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from nemo_run_ray.integrations.skills import localhost
-from nemo_run_ray.integrations.skills.patch import localhost_program
 
 _ELSEWHERE, _OWN = "127.0.0.2", "127.0.0.9"
+_PROGRAM = Path(localhost.__file__).read_text(encoding="utf-8")
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -46,7 +47,7 @@ def start(tmp_path):
     def run(script: str, *hosts: str) -> subprocess.Popen:
         path = tmp_path / "it's the script.sh"
         path.write_text(script)
-        program = ["-I", "-c", localhost_program(), str(path), *hosts]
+        program = ["-I", "-c", _PROGRAM, str(path), *hosts]
         # The program goes on in a process of its own, which ends with this group.
         words = [sys.executable, *program]
         pipe = subprocess.PIPE
