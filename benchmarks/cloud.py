@@ -21,8 +21,7 @@ import nemo_run as run
 from nemo_run.core.execution import dgxcloud
 
 from nemo_run_ray import patches
-from nemo_run_ray.cloud import ShipSource
-from nemo_run_ray.cloud.ship_source import encode
+from nemo_run_ray.cloud import ShipSource, encode
 from nemo_run_ray.cloud.source import collect
 from tests.cloud.pods import Cluster, Image
 from tests.cloud.servers import RunAI

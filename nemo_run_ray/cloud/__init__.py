@@ -1,5 +1,274 @@
-"""Source code for tasks on Lepton and DGX Cloud. Archives of Ray jobs are in ``experiment/``."""
+"""``ShipSource``: the plug-in of NeMo-Run that sends a task's source code with it."""
 
-from nemo_run_ray.cloud.ship_source import LEFT_OUT, ShipSource, SourcePackager
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import io
+import json
+import lzma
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fiddle import Buildable, daglish
+from nemo_run.config import Partial, Script
+from nemo_run.core.execution.base import Executor
+from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
+from nemo_run.core.execution.lepton import LeptonExecutor
+from nemo_run.core.packaging.base import Packager
+from nemo_run.core.packaging.git import GitArchivePackager
+from nemo_run.run.plugin import ExperimentPlugin
+
+from nemo_run_ray import patches
+from nemo_run_ray.cloud.source import (
+    LEFT_OUT,
+    Entry,
+    File,
+    collect,
+    find_module,
+    import_base,
+    too_large,
+    write_tar,
+    write_tar_gz,
+)
+from nemo_run_ray.errors import TransportError
+from nemo_run_ray.patches.dgxcloud_exports import OUR_PREFIX
 
 __all__ = ["LEFT_OUT", "ShipSource", "SourcePackager"]
+
+_BOOT, _SPEC = f"{OUR_PREFIX}BOOT", f"{OUR_PREFIX}SPEC"
+_PATCHES = ("data_mover_configs", "dgxcloud_exports", "dgxcloud_refusal")
+#: Runs what stands behind it when the source code is there. No "$(", which Kubernetes reads as a
+#: variable of its own, and no single quote, between which DGX Cloud's form stands.
+_UNPACK = (
+    "nrr=python3; command -v python3 >/dev/null || nrr=python; command -v $nrr >/dev/null || "
+    '{ echo "nemo-run-ray: the image has no python3, which unpacks the source code" >&2; '
+    f'exit 127; }}; exec $nrr -I -c "${{{_BOOT}:?nemo-run-ray: the source code has not arrived}}"'
+)
+#: First line of Lepton's launch script, which ``pod.py`` starts again without these variables.
+_LEPTON_LINE = f'if [ -n "${_SPEC}${_BOOT}" ]; then {_UNPACK} /bin/bash "$0"; fi'
+#: Kubernetes makes ``$`` of ``$$`` in a value, and Go writes ``<``, ``>`` and ``&`` as six
+#: characters in JSON. Base 85 has them; these four it does not have.
+_TO_SAFE = str.maketrans("$<>&", ".,/:")
+#: Characters of one variable. One string of a new process is at most 128 KiB with its name and end:
+#: MAX_ARG_STRLEN, execve(2). run:ai answers 400 for a value of more than 10,000 characters.
+LEPTON_CHARS, DGXCLOUD_CHARS = 120_000, 9_500
+#: An object in etcd, which holds it for Kubernetes: --max-request-bytes, 1.5 MiB. The rest is for
+#: other contents: the object's status and managed fields, the platform's own variables. What fits
+#: in it is also less than the 2 MiB that a new process may have.
+_OBJECT_BYTES = 1_572_864 - 131_072
+#: Approximate size of one variable's entry in the managed fields of a Kubernetes object.
+_MANAGED_BYTES = 80
+
+
+@dataclass
+class ShipSource(ExperimentPlugin):
+    """Sends the caller's source code along with a task, to pods that share no files with it.
+
+    On Lepton and DGX Cloud it is sent in the environment of the pods, unpacked into a folder
+    that they share, and is on ``PYTHONPATH``; commands start in it. Other executors unpack what a
+    packager makes: one that the user chose stays, else it is ``SourcePackager``; nothing else
+    changes.
+
+    Attributes:
+        root: of the project.
+        include: patterns, relative to the root, of files that are sent beside the packages.
+        exclude: patterns of files that are not.
+        collections: names of folders with families of scripts. Only the families that the task's
+            scripts belong to are sent.
+    """
+
+    root: str = "."
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    collections: Sequence[str] = ("recipes", "steps")
+
+    def __post_init__(self) -> None:
+        self.root = str(self.root)
+        for name in ("include", "exclude", "collections"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise TransportError(
+                    f"ShipSource: {name} is a list of patterns, not the text {value!r}."
+                )
+            setattr(self, name, list(value))
+
+    def setup(self, task: Partial | Script, executor: Executor) -> None:
+        """Prepare a task and its executor. Nothing is sent yet.
+
+        Raises:
+            TransportError: the source code cannot be sent; see the message.
+            SourceTooLarge: it exceeds a limit of the platform.
+            UnsupportedNemoRun: a patch that this needs does not know this NeMo-Run.
+        """
+        root = Path(self.root).resolve()
+        scripts = list(dict.fromkeys(_scripts(task, root)))
+        if not isinstance(executor, (LeptonExecutor, DGXCloudExecutor)):
+            known = executor.packager
+            if isinstance(known, SourcePackager):  # of another task of the same group
+                both = [*known.scripts, *scripts] if known.scripts and scripts else []
+                known.scripts = list(dict.fromkeys(both))
+            elif known in (Packager(), GitArchivePackager()):  # the executors' defaults
+                executor.packager = SourcePackager(
+                    root=str(root),
+                    include=self.include,
+                    exclude=self.exclude,
+                    collections=self.collections,
+                    scripts=scripts,
+                )
+            return
+        if type(executor.packager) is not Packager:
+            raise TransportError(
+                f"ShipSource: the executor has a {type(executor.packager).__name__}, which sends "
+                "code too. Keep one of the two."
+            )
+        tree = collect(root, self.include, self.exclude, self.collections, scripts)
+        _into_environment(tree, import_base(root), task, executor)
+        if isinstance(task, Script) and not task.m:  # commands start in the tree
+            task.path = _in_tree(task.path, root) or task.path  # or it is in the image
+        patches.apply(*_PATCHES)
+
+
+@dataclass(kw_only=True)
+class SourcePackager(Packager):
+    """Packs the files of ``ShipSource`` for executors that unpack an archive.
+
+    Attributes:
+        root, include, exclude, collections: as of ``ShipSource``.
+        scripts: paths, relative to the root, of what will run.
+    """
+
+    root: str = "."
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    collections: Sequence[str] = ()
+    scripts: Sequence[str] = ()
+
+    def package(self, path: Path, job_dir: str, name: str) -> str:
+        """Write the archive.
+
+        Returns:
+            Its path, ``<job_dir>/<name>.tar.gz``.
+
+        Raises:
+            TransportError: the source code cannot be read.
+        """
+        target = Path(job_dir, f"{name}.tar.gz")
+        if target.exists():
+            return str(target)
+        tree = collect(Path(self.root), self.include, self.exclude, self.collections, self.scripts)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_tar_gz(str(target), sorted(tree.items()))
+        return str(target)
+
+
+def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:
+    """The scripts of the task that are in the tree, relative to the root."""
+    paths: list[str] = []
+    modules: list[str] = []
+    if not isinstance(task, Script):  # the function, and all that its arguments are built from
+        for value, _ in daglish.iterate(task):
+            named = value.__fn_or_cls__ if isinstance(value, Buildable) else value
+            if inspect.isroutine(named) or inspect.isclass(named):
+                modules.append(named.__module__)
+    elif task.inline:
+        paths = re.findall(r"[\w./-]+\.py\b", task.inline)
+        modules = re.findall(r"(?<!\S)-m\s+([\w.]+)", task.inline)
+    else:
+        (modules if task.m else paths).append(task.path)
+    places = [_in_tree(path, root) for path in paths]
+    places += [find_module(root, module) for module in modules if module]
+    yield from filter(None, places)
+
+
+def _in_tree(path: str, root: Path) -> str | None:
+    for base in (Path.cwd(), root):
+        whole = Path(os.path.abspath(base / path))
+        whole = whole.parent.resolve() / whole.name
+        if os.path.isfile(whole) and whole.is_relative_to(root):
+            return whole.relative_to(root).as_posix()
+    return None
+
+
+def _into_environment(
+    tree: Mapping[str, Entry],
+    base: str,
+    task: Partial | Script,
+    executor: LeptonExecutor | DGXCloudExecutor,
+) -> None:
+    older = json.loads(executor.env_vars.get(_SPEC, "{}"))  # of another task of the same group
+    variables = {
+        name: value
+        for name, value in executor.env_vars.items()
+        # A driver that was shipped itself has the second one.
+        if not name.startswith(OUR_PREFIX) and name != "NEMO_RUN_RAY_SRC"
+    }
+    # The scripts of DGX Cloud would set a PYTHONPATH of the user's anew, without the tree.
+    path = variables.pop("PYTHONPATH", older.get("path", "$PYTHONPATH"))
+    if isinstance(task, Script):
+        path = task.env.pop("PYTHONPATH", path)
+    copies = 1
+    if isinstance(executor, LeptonExecutor):
+        platform, size, shared = "Lepton", LEPTON_CHARS, executor.nemo_run_dir
+        job = executor.lepton_job_dir
+        others = [command for command in executor.pre_launch_commands if command != _LEPTON_LINE]
+        executor.pre_launch_commands = [_LEPTON_LINE, *others]
+    else:
+        platform, size, shared = "DGX Cloud", DGXCLOUD_CHARS, executor.pvc_nemo_run_dir
+        job = executor.pvc_job_dir
+        if executor.nodes > 1:  # run:ai keeps the variables for the master and for the workers
+            copies = 2
+        given = {"command", "args", "environmentVariables"} & set(executor.custom_spec)
+        if given and _BOOT not in str(executor.custom_spec.get("args")):
+            raise TransportError(
+                f"ShipSource: custom_spec has {' and '.join(sorted(given))}, which ShipSource "
+                "needs to send the source code and to unpack it before the job's script. Remove "
+                "it from custom_spec; env_vars takes variables."
+            )
+        executor.custom_spec = {
+            **executor.custom_spec,
+            "command": "/bin/bash -c",  # NeMo-Run quotes the script of its data mover so, too
+            "args": f"'{_UNPACK} /bin/bash {job}/launch_script.sh'",
+        }
+    digest, text = encode(tree)
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    variables |= {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}
+    place = f"{shared.rstrip('/')}/.source/src-{digest[:40]}"
+    spec = {
+        "digest": digest,
+        "count": len(pieces),
+        "tree": place,
+        "code": f"{job}/code",
+        "root": os.path.normpath(f"{place}/{base}"),
+        "path": path,
+    }
+    variables[_SPEC] = json.dumps(spec, separators=(",", ":"))
+    variables[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
+    listed = json.dumps([{"name": name, "value": value} for name, value in variables.items()])
+    described = copies * (len(listed) + _MANAGED_BYTES * len(variables))
+    if described > _OBJECT_BYTES:
+        repeated = f", which repeats the variables {copies} times," if copies > 1 else ""
+        raise too_large(
+            platform,
+            f"the workload's description{repeated}",
+            described,
+            _OBJECT_BYTES,
+            {name: len(entry.content) for name, entry in tree.items() if isinstance(entry, File)},
+        )
+    executor.env_vars = variables
+
+
+def encode(tree: Mapping[str, Entry]) -> tuple[str, str]:
+    """The digest of a tree, and its files as compressed text.
+
+    The text is ASCII without quotes, backslashes, ``$``, ``<``, ``>`` and ``&``; ``pod.py`` undoes
+    it. The same tree gives the same digest.
+    """
+    raw = io.BytesIO()
+    write_tar(raw, sorted(tree.items()))
+    text = base64.b85encode(lzma.compress(raw.getvalue())).decode("ascii").translate(_TO_SAFE)
+    return hashlib.sha256(raw.getvalue()).hexdigest(), text

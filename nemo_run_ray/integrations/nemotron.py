@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +22,17 @@ RESERVED = ("wandb", "cli", "cache", "artifacts")
 
 #: The reasons for which keys mean nothing here.
 _IGNORED = {
-    "account partition run_partition batch_partition cpus_per_task time mem exclusive": "It is for "
-    "Slurm; on Ray, labels and resources say where a task runs.",
-    "tunnel host user identity": "It is for Slurm over SSH; jobs reach Ray through its dashboard.",
-    "resource_shape node_group node_reservation nemo_run_dir shared_memory_size "
-    "image_pull_secrets": "It is for Lepton, which starts no task here.",
-    "base_url kube_apiserver_url client_id client_secret app_id app_secret project_name "
-    "pvc_nemo_run_dir distributed_framework custom_spec dgxcloud_max_args_chars": "It is for DGX "
-    "Cloud, which starts no task here.",
-    "runtime ipc_mode shm_size": "It is for Docker, which starts no task here.",
+    "account partition run_partition batch_partition cpus_per_task time mem exclusive tunnel host "
+    "user identity resource_shape node_group node_reservation nemo_run_dir shared_memory_size "
+    "image_pull_secrets base_url kube_apiserver_url client_id client_secret app_id app_secret "
+    "project_name pvc_nemo_run_dir distributed_framework custom_spec dgxcloud_max_args_chars "
+    "runtime ipc_mode shm_size run_command launcher workspace code_src_dir build_partition "
+    "build_time build_cache_dir build_registry": "It is for Slurm, Lepton, DGX Cloud, Docker or "
+    "Nemotron's own launcher.",
     "mounts lustre_mount pvcs": "The containers of a Ray cluster run already, with the mounts they "
     "have.",
     "setup_lines pre_launch_commands": "It is for another executor; `startup_commands` run before "
     "a task on Ray.",
-    "run_command launcher workspace code_src_dir": "It is for Nemotron's own launcher.",
-    "build_partition build_time build_cache_dir build_registry": "It is for the building of "
-    "images.",
     "repo_root": "The packager of the executor says which code travels.",
     "ray_version": "The cluster has its own Ray.",
     "existing_ray_cluster": "It is the name of a Ray cluster on Lepton; `ray_address` is for one "
@@ -46,16 +40,10 @@ _IGNORED = {
     "pip_extras": "The nodes need these packages already: an environment of the job's own would "
     "keep its Ray programs from setting theirs. `RayExecutor(runtime_env=…)` makes one.",
 }
-#: The keys that give a field of the executor; the first one that is there counts.
-_FIELDS = {
-    "image": ("container_image", "container"),
-    "nodes": ("nodes",),
-    "ntasks_per_node": ("nprocs_per_node", "ntasks_per_node", "nproc_per_node"),
-    "gpus_per_node": ("gpus_per_node",),
-    "startup_commands": ("startup_commands",),
-}
-_NUMBERS = (*_FIELDS["nodes"], *_FIELDS["ntasks_per_node"], *_FIELDS["gpus_per_node"])
-_KEYS = ("executor", "ray_address", "remote_job_dir", *sum(_FIELDS.values(), ()))
+#: Keys that give a field of the executor.
+_NUMBERS = ("nodes", "ntasks_per_node", "gpus_per_node")
+_FIELDS = ("container_image", *_NUMBERS, "startup_commands")
+_KEYS = ("executor", "ray_address", "remote_job_dir", *_FIELDS)
 #: Characters of a value that may be in another text by chance.
 _SHORT = 5
 #: A variable of the environment in a text, and a text that is nothing but such variables, each the
@@ -127,16 +115,16 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
         for path, source in document.sources.items()
         if path[:1] == (name,)
     }
-    file = Translation(FORMAT, Document(document.path, dict(raw), sources))
+    no_cluster = 'the profile names no cluster; expected ray_address = "http://<head>:8265".'
+    file = Translation(FORMAT, Document(document.path, dict(raw), sources, no_cluster=no_cluster))
 
     def resolved(*path: str) -> Any:
-        value: Any = merged
         try:
+            value: Any = merged
             for word in path:
                 value = value[word]
-            return (
-                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            )
+            is_table = OmegaConf.is_config(value)
+            return OmegaConf.to_container(value, resolve=True) if is_table else value
         except OmegaConfBaseException as error:
             raise _unresolved(file.document, path, error) from error
 
@@ -153,20 +141,20 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
             '"ray", with the address of a cluster as ray_address, such as http://<head>:8265. A '
             "profile of its own may extend this one and say so.",
         )
-    if file.text("ray_address"):
-        file.put_address(("ray_address",))
-    for field, keys in _FIELDS.items():
-        key = file.first(*((name,) for name in keys))
-        if key is not None:
-            file.put(("defaults", field), file.get(*key), key)
-    shared = file.text("remote_job_dir")
-    if shared:  # as Nemotron does on every executor; env_vars come first
+    if address := file.of(str, "ray_address"):
+        file.put(("cluster", "address"), address, ("ray_address",))
+    for name in _FIELDS:
+        if file.get(name) is not None:
+            field = "image" if name == "container_image" else name
+            file.put(("defaults", field), file.get(name), (name,))
+    if shared := file.of(str, "remote_job_dir"):
+        # As Nemotron does on every executor; env_vars come first.
         file.put(("env", "set", "NEMO_RUN_DIR"), shared, ("remote_job_dir",))
         file.put(("env", "set", "HF_HOME"), f"{shared}/hf", ("remote_job_dir",))
-    for name, text in file.table("env_vars").items():
+    for name, text in file.of(dict, "env_vars").items():
         path = ("env_vars", name)
-        names: list[str] = _VARIABLE.findall(text) if isinstance(text, str) else []
-        only = _ONLY_VARIABLES.fullmatch(text) if names else None
+        names: list[str] = _VARIABLE.findall(str(text))
+        only = _ONLY_VARIABLES.fullmatch(str(text))
         secret = next(filter(is_credential_name, [name, *names]), "")
         if secret and only:
             # Without a default the variable must be set.
@@ -191,10 +179,7 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
             text = value if isinstance(value, (dict, list)) else str(value)
             file.put(("env", "set", name), text, path)
     file.ignore_rest((), ("extends", "env_vars", *_KEYS), _IGNORED)
-    return replace(
-        file.done(),
-        no_cluster='the profile names no cluster; expected ray_address = "http://<head>:8265".',
-    )
+    return file.done()
 
 
 def _unresolved(document: Document, path: KeyPath, error: Exception) -> ConfigError:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_run_ray.cloud import pod, ship_source
+from nemo_run_ray.cloud import DGXCLOUD_CHARS, encode, pod
 from nemo_run_ray.cloud.source import File, Link, write_tar
 from tests.cloud.pods import expand
 
@@ -30,7 +30,7 @@ PROGRAM = Path(pod.__file__).read_text(encoding="utf-8")
 
 
 def variables(tree, folder: Path) -> dict[str, str]:
-    digest, text = ship_source.encode(tree)
+    digest, text = encode(tree)
     pieces = [text[start : start + 9_000] for start in range(0, len(text), 9_000)]
     path = str(folder / f"src-{digest}")
     spec = {
@@ -58,7 +58,7 @@ def boot(given_variables, *command: str) -> subprocess.CompletedProcess:
 
 @given(st.binary(max_size=2000))
 def test_no_character_that_somebody_changes_and_all_comes_back(content):
-    digest, text = ship_source.encode({"a": File(content), "b": Link("a")})
+    digest, text = encode({"a": File(content), "b": Link("a")})
     assert set(text).isdisjoint("$<>&\"\\' \n\t")
     assert expand(text, {"a": "b"}) == text
     assert json.dumps(text) == f'"{text}"'
@@ -68,9 +68,9 @@ def test_no_character_that_somebody_changes_and_all_comes_back(content):
 
 
 def test_the_same_tree_gives_the_same_text_in_any_order():
-    assert ship_source.encode(TREE) == ship_source.encode(dict(reversed(TREE.items())))
+    assert encode(TREE) == encode(dict(reversed(TREE.items())))
     changed = {**TREE, "src/a/__init__.py": File(b"", is_executable=True)}
-    assert ship_source.encode(TREE)[0] != ship_source.encode(changed)[0]
+    assert encode(TREE)[0] != encode(changed)[0]
 
 
 def test_the_tree_arrives_and_the_command_has_none_of_the_variables(tmp_path):
@@ -156,7 +156,7 @@ def test_folders_of_pods_that_died_go_after_a_day(tmp_path):
 
 
 def test_the_program_fits_into_one_variable_and_is_for_older_pythons_too():
-    assert len(PROGRAM) < ship_source.DGXCLOUD_CHARS
+    assert len(PROGRAM) < DGXCLOUD_CHARS
     assert PROGRAM.isascii()
     assert expand(PROGRAM, {}) == PROGRAM  # Kubernetes changes nothing of it
     tree = ast.parse(PROGRAM, feature_version=(3, 6))

@@ -151,8 +151,7 @@ def test_keys_with_what_they_ask_for(read):
         'ray_address = "${oc.env:HEAD,http://head:8265}"',
         'startup_commands = ["cd ${oc.env:WS,${oc.env:ROOT,/w}}/x", "echo ${oc.env:NO,\'\'}"]',
         'nodes = "${oc.env:NODES,2}"',
-        "ntasks_per_node = 1",
-        "nprocs_per_node = 4",
+        "ntasks_per_node = 4",
         "gpu_per_node = 1",
         'existing_ray_cluster = "of-lepton"',
         'pip_extras = ["rich"]',
@@ -172,7 +171,6 @@ def test_keys_with_what_they_ask_for(read):
     }
     assert "Lepton" in _ignored(reading)["existing_ray_cluster"]
     assert "runtime_env" in _ignored(reading)["pip_extras"]
-    assert _ignored(reading)["ntasks_per_node"] == "nprocs_per_node comes first."
     meant = "The key is not known; the nearest known one is gpus_per_node."
     assert _ignored(reading)["gpu_per_node"] == meant
     assert "ray_address" in read(_team()).no_cluster
@@ -200,21 +198,6 @@ def test_wrong_values_are_refused_where_the_file_is_used(tmp_path):
             ConfigError, match=rf"env\.toml:4 \({line.partition(' ')[0]}\): defaults"
         ):
             check_fields_of(load_file(f"{tmp_path}/env.toml:team"))
-
-
-@pytest.mark.parametrize(
-    ("given", "address"),
-    [
-        ("http://head:8265", "http://head:8265"),
-        ("ray://head:10001", "http://head:8265"),
-        ("auto", "auto"),
-    ],
-)
-def test_ray_address_is_the_address_of_the_dashboard(read, given, address):
-    reading = read(_team(f'ray_address = "{given}"'))
-
-    assert reading.values["cluster"] == {"address": address}
-    assert reading.sources["cluster", "address"].endswith("env.toml:3 (ray_address)")
 
 
 @pytest.mark.parametrize(

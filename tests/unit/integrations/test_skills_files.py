@@ -104,13 +104,6 @@ def test_an_env_toml_is_no_file_of_skills(tmp_path):
         ("executor: slurm\nbackend: ray\n", ":2: backend.name: it says Ray, but no address"),
         ("executor: none\nwith_ray: true\n", ": backend.name: it says Ray, but no address"),
         *(
-            (
-                f"backend:\n  name: ray\n  endpoint: '{endpoint}'\n",
-                ":3: backend.endpoint: expected the address of a cluster, without a user",
-            )
-            for endpoint in ("ray-head", "grpc://h:1", "ray://", "http://[::1", "https://m:pw@h")
-        ),
-        *(
             (f"backend:\n  name: ray\n  endpoint: {CLIENT}\n  {line}\n", f":4{expected}")
             for line, expected in (
                 (
@@ -155,7 +148,6 @@ def test_an_env_toml_is_no_file_of_skills(tmp_path):
                 ("env_vars: ['my pw=1']", ":2: env_vars[0]: it is no variable (not shown here)"),
                 ("required_env_vars: ['=pw']", ":2: required_env_vars[0]: it is no variable"),
                 ("env_vars:\n  - A=1\n  - B=$ROOT/hf", ":4: env_vars[1]: its value asks for the v"),
-                ("env_vars: ['A=pw-$MY_PASSWORD']", ":2: env_vars[0]: its value asks for the vari"),
                 ("containers: {a: 3}", ":2 (containers.a): images.a: "),
             )
         ),
@@ -175,7 +167,7 @@ def test_what_is_wrong_is_refused_by_file_line_and_key(refusal, text, start):
 @pytest.mark.parametrize("form", ["{section}: {name}\n", "{section}: {{name: {name}}}\n"])
 def test_the_name_is_a_text_or_in_a_table_trimmed_and_in_any_case(read, section, name, form):
     text = form.format(section=section, name=name) + f"ray_endpoint: {CLIENT}\n"
-    assert read(text).values["cluster"] == {"address": HEAD}
+    assert read(text).values["cluster"] == {"address": CLIENT}
 
 
 ADDRESSES = {
@@ -190,34 +182,16 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "order"),
-    [("ray", "abdefg"), ("ray", "cdeg"), ("kubernetes-ray", "dfeg"), ("ray_kubernetes", "fe")],
+    ("name", "order"), [("ray", "abdefg"), ("ray", "cdeg"), ("kubernetes-ray", "efg")]
 )
 def test_the_order_of_addresses(read, name, order):
     by_host = {line.split("://")[1][0]: key for key, line in ADDRESSES.items()}
     for number, host in enumerate(order):
         lines = [ADDRESSES[by_host[one]] for one in sorted(order[number:])]
         reading = read(f"backend:\n  name: {name}\n" + "".join(lines))
-        assert reading.values["cluster"]["address"] == f"http://{host}:8265"
+        assert reading.values["cluster"]["address"].split(":")[1] == f"//{host}"
         late = {by_host[one]: f"{by_host[host]} comes first." for one in order[number + 1 :]}
         assert late.items() <= _ignored(reading).items()
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "address"),
-    [
-        ("ray://ray-head.ns.svc:10001", "http://ray-head.ns.svc:8265"),
-        ("ray://ray-head", "http://ray-head:8265"),
-        ("ray://[fd00::1]:10001", "http://[fd00::1]:8265"),
-        ("http://ray-head:80/a", "http://ray-head:80/a"),
-        ("https://ray-head", "https://ray-head"),
-        (" auto ", "auto"),
-        ("ray-head:6379", "ray-head:6379"),
-    ],
-)
-def test_the_dashboard_is_derived_from_an_endpoint(read, endpoint, address):
-    reading = read(f"backend: {{name: ray, endpoint: '{endpoint}'}}\n")
-    assert reading.values["cluster"]["address"] == address
 
 
 # ---------------------------------------------------------------------- labels and images
@@ -316,7 +290,7 @@ def test_a_preflight_checks_only_what_it_requires(read):
 
 def test_the_staged_executor(read):
     reading = read(f"executor: ray\nray:\n  address: {CLIENT}\n")
-    assert reading.values["cluster"] == {"address": HEAD}
+    assert reading.values["cluster"] == {"address": CLIENT}
     assert reading.values["defaults"] == {"cpus_per_node": 8, "wait_for_nodes": True}
     assert "NeMo-Skills' default" in reading.sources["defaults", "cpus_per_node"]
     reading = read(
@@ -405,18 +379,15 @@ def test_a_credential_in_clear_is_a_secret_with_a_warning(read, key, entry, name
 
 
 @pytest.mark.parametrize(
-    ("entry", "name", "places"),
-    [
-        ("HF_TOKEN=$MY_HF", "HF_TOKEN", ["MY_HF"]),
-        ("OPENAI_API_KEY=${TEAM_KEY}", "OPENAI_API_KEY", ["TEAM_KEY"]),
-        ("JUDGE=$JUDGE_API_KEY", "JUDGE", ["JUDGE_API_KEY"]),
-    ],
+    ("entry", "name"),
+    [("HF_TOKEN=$MY_KEY", "HF_TOKEN"), ("B=${MY_KEY}", "B"), ("MY_KEY=$MY_KEY", "MY_KEY")],
 )
-def test_a_credential_may_come_from_another_variable(read, entry, name, places):
-    env = read(BACKEND + f"env_vars: ['{entry}']\n").values["env"]
-    assert env["required"] == [name]
-    assert env["value_from"][name] == places
-    assert name not in env["set"]
+def test_a_credential_may_come_from_another_variable(read, entry, name):
+    values = read(BACKEND + f"env_vars: ['{entry}']\n", MY_KEY="hunter2").values
+    assert values["secrets"] == [name]
+    assert value_of(name, values["env"]["value_from"][name], {"MY_KEY": "hunter2"}) == "hunter2"
+    assert value_of(name, values["env"]["value_from"][name], {}) is None
+    assert "hunter2" not in repr(values)
 
 
 # ---------------------------------------------------------------------- what means nothing here
