@@ -91,11 +91,7 @@ class ShipSource(ExperimentPlugin):
         self.root = str(self.root)
         for name in ("include", "exclude", "collections"):
             value = getattr(self, name)
-            if isinstance(value, str):
-                raise TransportError(
-                    f"ShipSource: {name} is a list of patterns, not the text {value!r}."
-                )
-            setattr(self, name, list(value))
+            setattr(self, name, [value] if isinstance(value, str) else list(value))
 
     def setup(self, task: Partial | Script, executor: Executor) -> None:
         """Prepare a task and its executor. Nothing is sent yet.

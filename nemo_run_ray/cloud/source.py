@@ -331,7 +331,7 @@ def list_files(
         patterns = [str(PurePosixPath(name)) for name in (*left_out, "__pycache__", *exclude)]
         # A plain name would match the folders of the repository above the root, too.
         hidden = [f"--exclude=/{prefix}{'' if '/' in name else '**/'}{name}" for name in patterns]
-        names = ask("--cached") | ask("--others", "--exclude-standard", *hidden)
+        names = ask("--cached", "--others", "--exclude-standard", *hidden)
         ignored = ask("--others", "--ignored", "--directory", "--exclude-standard")
     files = set()
     for name in names:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nemo_run_ray.cluster_files.load import Document, Ignored, KeyPath, dotted
-from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import nearest
 
 _T = TypeVar("_T", str, dict[str, Any], list[Any])
@@ -25,23 +24,14 @@ class Translation:
     """
 
     def __init__(self, form: str, document: Document) -> None:
-        self.document = document
+        self.document = replace(document, format=form)
         self.values: dict[str, Any] = {}
-        self._form = form
         self._sources: dict[KeyPath, str] = {}
         self._ignored: dict[KeyPath, Ignored] = {}
 
     def get(self, *path: str | int) -> Any:
         """The value of a foreign key."""
-        return _at(self.document.values, path)
-
-    def at(self, *target: str) -> Any:
-        """A value of this package's form, as far as it was set."""
-        return _at(self.values, target)
-
-    def refuse(self, path: KeyPath, problem: str) -> ConfigError:
-        """The error for a foreign key, with its file and line."""
-        return self.document.refuse(path, problem)
+        return at(self.document.values, path)
 
     def of(self, kind: type[_T], *path: str | int) -> _T:
         """The value of a foreign key, which must be of a kind; an empty one where it is absent."""
@@ -50,7 +40,7 @@ class Translation:
             return kind()
         if not isinstance(value, kind):
             found = type(value).__name__
-            raise self.refuse(path, f"expected {_EXPECTED[kind]}; found a {found}.")
+            raise self.document.refuse(path, f"expected {_EXPECTED[kind]}; found a {found}.")
         return value
 
     def first(self, *paths: KeyPath) -> KeyPath | None:
@@ -72,13 +62,13 @@ class Translation:
         """Set a value of this package's form: that of a foreign key, or its default there."""
         value = self.get(*key)
         if value is None:
-            self.put(target, default, key, f": {self._form}' default")
+            self.put(target, default, key, f": {self.document.format}' default")
         else:
             self.put(target, value, key)
 
     def append(self, target: tuple[str, ...], value: str, key: KeyPath, note: str = "") -> None:
         """Add an element to a list of this package's form, unless it is there."""
-        elements = self.at(*target) or []
+        elements = at(self.values, target) or []
         if value not in elements:
             self.put(target, [*elements, value], key, note, len(elements))
 
@@ -110,12 +100,12 @@ class Translation:
             self.document,
             values=self.values,
             sources=self._sources,
-            format=self._form,
             ignored=tuple(self._ignored.values()),
         )
 
 
-def _at(values: Any, path: KeyPath) -> Any:
+def at(values: Any, path: KeyPath) -> Any:
+    """The value below some keys; ``None`` where there is none."""
     for word in path:
         values = values.get(word) if isinstance(values, Mapping) else None
     return values

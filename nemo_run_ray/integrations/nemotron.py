@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_run_ray.cluster_files.load import PROFILES_FILE, Document, KeyPath
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.fields import is_credential_name, nearest
+from nemo_run_ray.fields import is_credential_name
 from nemo_run_ray.integrations.foreign import Translation
 
 FORMAT = "Nemotron env.toml"
@@ -59,14 +59,13 @@ def find(cwd: Path, environ: Mapping[str, str]) -> Path | None:
         cwd: where to start; the folder that holds a pyproject.toml is the last one.
         environ: the caller's environment.
     """
-    named = environ.get("NEMOTRON_ENV_FILE")
-    if named:
+    if named := environ.get("NEMOTRON_ENV_FILE"):
         return cwd / Path(named).expanduser()
     for folder in (cwd, *cwd.parents):
         if (folder / PROFILES_FILE).exists():
             return folder / PROFILES_FILE
         if (folder / "pyproject.toml").exists():
-            return None
+            break
     return None
 
 
@@ -87,8 +86,8 @@ def names_ray(document: Document, profile: str) -> bool:
     Raises:
         ConfigError: there is no such profile, or its ``extends`` lead nowhere or in a circle.
     """
-    tables = [document.values[name] for name in _chain(document, profile)]
-    return next((table["executor"] for table in tables if "executor" in table), None) == "ray"
+    executors = (document.values[name].get("executor") for name in _chain(document, profile))
+    return next(filter(None, executors), None) == "ray"
 
 
 def read(document: Document, profile: str, environ: Mapping[str, str]) -> Document:
@@ -135,7 +134,7 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
                 value = yaml.safe_load(value)  # of the environment, where all are texts
             file.document.values[name] = value
     if file.get("executor") != "ray":
-        raise file.refuse(
+        raise file.document.refuse(
             ("executor",),
             f"the profile is for {file.get('executor')!r}, not for Ray; expected executor = "
             '"ray", with the address of a cluster as ray_address, such as http://<head>:8265. A '
@@ -169,7 +168,7 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
         if value is None or (secret and value == ""):
             file.ignore(path, "It has no value.")
         elif secret:
-            raise file.refuse(
+            raise file.document.refuse(
                 path,
                 f"it is a text, and {secret} is the name of a credential, which a shared file "
                 f"must not hold (it is not shown here); expected ${{oc.env:{secret}}} and nothing "
@@ -201,9 +200,7 @@ def _chain(document: Document, profile: str) -> list[str]:
         if name in chain:
             raise document.refuse(path, f"the profiles extend each other in a circle: {way}.")
         if name not in known:
-            like = nearest(str(name), known)
-            meant = f"the nearest one is {like!r}" if like else f"there are {known}"
-            raise document.refuse(path, f"there is no profile {name!r} ({way}); {meant}.")
+            raise document.refuse(path, f"there is no profile {name!r} ({way}); there are {known}.")
         chain.append(name)
         name = document.values[name].get("extends")
     return chain

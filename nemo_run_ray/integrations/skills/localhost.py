@@ -70,7 +70,7 @@ async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> No
     target.write_eof()
 
 
-async def forward(taken: socket.socket, hosts: list[str]) -> None:
+async def forward(taken: socket.socket, hosts: tuple[str, ...]) -> None:
     """Serve one port, once a host answers on it."""
     port = taken.getsockname()[1]
     for host in itertools.cycle(hosts):
@@ -87,11 +87,6 @@ async def forward(taken: socket.socket, hosts: list[str]) -> None:
     print(f"nemo_run_ray| localhost:{port} is passed on to {host}", file=sys.stderr, flush=True)
     async with await asyncio.start_server(connect, sock=taken, backlog=_BACKLOG) as server:
         await server.serve_forever()
-
-
-async def forward_all(taken: list[socket.socket], hosts: list[str]) -> None:
-    """Serve all ports, for ever."""
-    await asyncio.gather(*(forward(port, hosts) for port in taken))
 
 
 def main(path: str, own: str, *hosts: str) -> None:
@@ -119,7 +114,11 @@ def main(path: str, own: str, *hosts: str) -> None:
     if taken and os.fork() == 0:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        asyncio.run(forward_all(taken, list(hosts)))
+
+        async def forward_all() -> None:
+            await asyncio.gather(*(forward(port, hosts) for port in taken))
+
+        asyncio.run(forward_all())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -288,20 +287,20 @@ def _host(role: RayExecutor) -> str:
 def _as_roles(executors: Sequence[SkillsExecutor]) -> list[SkillsExecutor]:
     """The parts of a task, each with a name of its own and with what it must know of the others."""
     roles = [copy.copy(executor) for executor in executors]
-    for name, count in Counter(role.role for role in roles).items():
-        for number, role in enumerate([role for role in roles if role.role == name]):
-            role.role = f"{name}_{number}" if count > 1 else name
+    for number, role in enumerate(roles):
+        if role.role in [other.role for other in roles[:number]]:
+            role.role = f"{role.role}_{number}"
     serving = [role for role in roles if role.is_serving]
     if len(serving) == len(roles):
         del serving[0]  # there is no client in this task: the server is its purpose
+    lines = [_SCONTROL]
     # The first role of each of Slurm's groups.
-    groups = {role.het_group: role for role in reversed(roles) if role.het_group is not None}
-    lines = [
-        f'export SLURM_JOB_NODELIST_HET_GROUP_{number}="${_host(role)}S" '
-        f'SLURM_MASTER_NODE_HET_GROUP_{number}="${_host(role)}"'
-        for number, role in sorted(groups.items())
-    ]
-    lines += [_SCONTROL] if lines else []
+    for group, role in {role.het_group: role for role in reversed(roles)}.items():
+        if group is not None:
+            lines.append(
+                f'export SLURM_JOB_NODELIST_HET_GROUP_{group}="${_host(role)}S" '
+                f'SLURM_MASTER_NODE_HET_GROUP_{group}="${_host(role)}"'
+            )
     for role in roles:
         role.service = role in serving
         role.startup_commands = [*role.startup_commands, *lines]

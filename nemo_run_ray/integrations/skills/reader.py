@@ -17,7 +17,7 @@ import yaml
 from nemo_run_ray.cluster_files.load import Document, KeyPath, in_file
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.fields import is_credential_name
-from nemo_run_ray.integrations.foreign import Translation
+from nemo_run_ray.integrations.foreign import Translation, at
 
 FORMAT = "NeMo-Skills"
 _KUBERNETES = ("kubernetes-ray", "ray-kubernetes", "ray_kubernetes")
@@ -96,7 +96,7 @@ def read(document: Document, profile: str | None, environ: Mapping[str, str]) ->
     file, section, name = _opened(document)
     executor = file.of(str, "executor").strip().lower()
     if not names_ray(document):
-        raise file.refuse(
+        raise file.document.refuse(
             ("executor",),
             f"this file of NeMo-Skills is for {executor or 'no executor'!r}, not for Ray. For Ray "
             "it needs `backend: {name: ray, dashboard_url: http://<head>:8265}`, or `executor: "
@@ -126,7 +126,7 @@ def read(document: Document, profile: str | None, environ: Mapping[str, str]) ->
 def _put_backend(file: Translation, section: str, name: str) -> None:
     kubernetes = (section, "kubernetes")
     if name not in ("ray", *_KUBERNETES, *_NO_RAY):
-        raise file.refuse(
+        raise file.document.refuse(
             (section, "name"), f"{name!r} is no back-end; expected one of ray, {_KUBERNETES}."
         )
     address = file.first(
@@ -139,7 +139,7 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
         ("ray_endpoint",),
     )
     if address is None:
-        raise file.refuse(
+        raise file.document.refuse(
             (section, "name"),
             "it says Ray, but no address of a cluster is given; expected "
             f"`{section}.dashboard_url: http://<head>:8265`.",
@@ -191,7 +191,7 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, s
     def add(kind: tuple[str, ...], name: str, path: KeyPath, note: str = "") -> None:
         """Add a name, unless it has a value or is required already, which is more."""
         places = (("env", "set"), ("env", "required"), ("secrets",))
-        if not any(name in (file.at(*place) or ()) for place in places):
+        if not any(name in (at(file.values, place) or ()) for place in places):
             file.append(kind, name, path, note)
 
     for key in _LISTS:
@@ -201,7 +201,7 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, s
             names = [first or second for first, second in _REFERENCE.findall(value)]
             secret = next(filter(is_credential_name, [name, *names]), "")
             if not isinstance(entry, str) or not _NAME.fullmatch(name):
-                raise file.refuse(
+                raise file.document.refuse(
                     path, "it is no variable (not shown here); expected NAME, or NAME=value."
                 )
             if not equals:
@@ -210,7 +210,7 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, s
                 try:
                     file.put(("env", "set", name), _filled(value, environ), path)
                 except KeyError as error:
-                    raise file.refuse(
+                    raise file.document.refuse(
                         path,
                         f"its value asks for the variable {error.args[0]}, which is not set; set "
                         "it.",
@@ -250,11 +250,7 @@ def _filled(value: str, environ: Mapping[str, str]) -> str:
     return _REFERENCE.sub(lambda match: environ[match[1] or match[2]], value)
 
 
-_RESOURCES = {
-    **dict.fromkeys(("gpu", "gpus"), "GPU"),
-    **dict.fromkeys(("cpu", "cpus"), "CPU"),
-    **dict.fromkeys(("mem", "memory"), "memory"),
-}
+_RESOURCES = {"gpu": "GPU", "gpus": "GPU", "cpu": "CPU", "cpus": "CPU", "mem": "memory"}
 
 
 def _put_preflight(file: Translation) -> None:

@@ -80,8 +80,8 @@ def test_tables_are_profiles_but_the_reserved_ones(load):
     assert nemotron.profiles(load(text)) == ["team", "kid"]
 
 
-def test_an_unknown_profile_is_refused_with_the_nearest_one(refusal):
-    assert refusal(_team(), profile="tema").endswith(" 'tema' (tema); the nearest one is 'team'.")
+def test_an_unknown_profile_is_refused_with_the_known_ones(refusal):
+    assert refusal(_team(), profile="tema").endswith(" 'tema' (tema); there are ['team'].")
     assert refusal("[a]\n", profile="wandb").endswith(" 'wandb' (wandb); there are ['a'].")
 
 
@@ -131,8 +131,7 @@ B = "2"
         ),
         (
             '[team]\nextends = "base"\n[base]\nextends = "bsae2"\n[base2]\n',
-            ":4: base.extends: there is no profile 'bsae2' (team -> base -> bsae2); "
-            "the nearest one is 'base2'.",
+            ":4: base.extends: there is no profile 'bsae2' (team -> base -> bsae2); there are",
         ),
         ("[team]\nextends = 3\n", ":2: team.extends: there is no profile 3 (team -> 3)"),
     ],
