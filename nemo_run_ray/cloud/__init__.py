@@ -10,7 +10,7 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +28,10 @@ from nemo_run_ray.cloud.source import (
     LEFT_OUT,
     Entry,
     File,
+    check_source,
     collect,
     find_module,
     import_base,
-    too_large,
     write_tar,
     write_tar_gz,
 )
@@ -61,8 +61,6 @@ LEPTON_CHARS, DGXCLOUD_CHARS = 120_000, 9_500
 #: other contents: the object's status and managed fields, the platform's own variables. What fits
 #: in it is also less than the 2 MiB that a new process may have.
 _OBJECT_BYTES = 1_572_864 - 131_072
-#: Approximate size of one variable's entry in the managed fields of a Kubernetes object.
-_MANAGED_BYTES = 80
 
 
 @dataclass
@@ -88,10 +86,9 @@ class ShipSource(ExperimentPlugin):
     collections: Sequence[str] = ("recipes", "steps")
 
     def __post_init__(self) -> None:
-        self.root = str(self.root)
         for name in ("include", "exclude", "collections"):
-            value = getattr(self, name)
-            setattr(self, name, [value] if isinstance(value, str) else list(value))
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, [getattr(self, name)])
 
     def setup(self, task: Partial | Script, executor: Executor) -> None:
         """Prepare a task and its executor. Nothing is sent yet.
@@ -102,7 +99,7 @@ class ShipSource(ExperimentPlugin):
             UnsupportedNemoRun: a patch that this needs does not know this NeMo-Run.
         """
         root = Path(self.root).resolve()
-        scripts = list(dict.fromkeys(_scripts(task, root)))
+        scripts = _scripts(task, root)
         if not isinstance(executor, (LeptonExecutor, DGXCloudExecutor)):
             known = executor.packager
             if isinstance(known, SourcePackager):  # of another task of the same group
@@ -162,7 +159,7 @@ class SourcePackager(Packager):
         return str(target)
 
 
-def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:
+def _scripts(task: Partial | Script, root: Path) -> list[str]:
     """The scripts of the task that are in the tree, relative to the root."""
     paths: list[str] = []
     modules: list[str] = []
@@ -178,7 +175,7 @@ def _scripts(task: Partial | Script, root: Path) -> Iterator[str]:
         (modules if task.m else paths).append(task.path)
     places = [_in_tree(path, root) for path in paths]
     places += [find_module(root, module) for module in modules if module]
-    yield from filter(None, places)
+    return list(dict.fromkeys(filter(None, places)))
 
 
 def _in_tree(path: str, root: Path) -> str | None:
@@ -245,16 +242,14 @@ def _into_environment(
     variables[_SPEC] = json.dumps(spec, separators=(",", ":"))
     variables[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
     listed = json.dumps([{"name": name, "value": value} for name, value in variables.items()])
-    described = copies * (len(listed) + _MANAGED_BYTES * len(variables))
-    if described > _OBJECT_BYTES:
-        repeated = f", which repeats the variables {copies} times," if copies > 1 else ""
-        raise too_large(
-            platform,
-            f"the workload's description{repeated}",
-            described,
-            _OBJECT_BYTES,
-            {name: len(entry.content) for name, entry in tree.items() if isinstance(entry, File)},
-        )
+    repeated = f", which repeats the variables {copies} times," if copies > 1 else ""
+    check_source(
+        {name: len(entry.content) for name, entry in tree.items() if isinstance(entry, File)},
+        platform,
+        f"the workload's description{repeated}",
+        copies * len(listed),
+        _OBJECT_BYTES,
+    )
     executor.env_vars = variables
 
 

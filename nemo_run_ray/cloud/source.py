@@ -226,27 +226,34 @@ def read_tree(
         yield name, _read_entry(root, name, chosen)
 
 
-def check_source(sizes: Mapping[str, int], where: str) -> None:
-    """Refuse a tree that is too large even to be compressed.
+def check_source(
+    sizes: Mapping[str, int],
+    where: str,
+    what: str = "the files",
+    size: int | None = None,
+    limit: int = _SIZE_MAX_BYTES,
+) -> None:
+    """Refuse source code that is too large.
+
+    Args:
+        sizes: of the files, by name.
+        where: it would be sent from, or to.
+        what: has the size.
+        size: in bytes; without it that of all files.
+        limit: what the size may be.
 
     Raises:
-        SourceTooLarge: it is; the message has the limit, the size and the largest files.
+        SourceTooLarge: it is larger; the message has the limit, the size and the largest files.
     """
-    if sum(sizes.values()) > _SIZE_MAX_BYTES:
-        raise too_large(where, "the files", sum(sizes.values()), _SIZE_MAX_BYTES, sizes)
-
-
-def too_large(
-    where: str, what: str, size: int, limit: int, sizes: Mapping[str, int]
-) -> SourceTooLarge:
-    """The refusal of source code, with the largest of its files."""
-    largest = sorted(sizes.items(), key=lambda file: (-file[1], file[0]))[:10]
-    files = "\n".join(f"  {size_bytes:>10,} {name}" for name, size_bytes in largest)
-    return SourceTooLarge(
-        f"The source code is too large for {where}: {what} would have {size:,} bytes, "
-        f"the limit is {limit:,}. Nothing was sent. Leave something out with exclude=[…]; the "
-        f"largest files are, in bytes:\n{files}"
-    )
+    size = sum(sizes.values()) if size is None else size
+    if size > limit:
+        largest = sorted(sizes.items(), key=lambda file: (-file[1], file[0]))[:10]
+        files = "\n".join(f"  {size_bytes:>10,} {name}" for name, size_bytes in largest)
+        raise SourceTooLarge(
+            f"The source code is too large for {where}: {what} would have {size:,} bytes, the "
+            f"limit is {limit:,}. Nothing was sent. Leave something out with exclude=[…]; the "
+            f"largest files are, in bytes:\n{files}"
+        )
 
 
 def _with_links(root: Path, name: str) -> Iterator[str]:

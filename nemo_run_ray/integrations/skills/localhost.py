@@ -19,6 +19,7 @@ import resource
 import socket
 import sys
 import time
+from pathlib import Path
 
 _PORTS = re.compile(r"(?<![\w.-])(?:localhost:|127\.0\.0\.1:|\+*server\.port=)(\d{2,5})\b")
 _HERE = "127.0.0.1"
@@ -99,10 +100,8 @@ def main(path: str, own: str, *hosts: str) -> None:
     """
     if own in hosts:
         return  # then localhost is the server's
-    with open(path, encoding="utf-8", errors="replace") as file:
-        ports = ports_in(file.read())
-    taken: list[socket.socket] = []
-    for port in ports:
+    taken = []
+    for port in ports_in(Path(path).read_text("utf-8", "replace")):
         try:
             taken.append(take(port))
         except OSError as error:

@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import re
 import shlex
@@ -92,11 +93,10 @@ PATCH = SkillsExecutorPatch()
 _KEY = "nemo_run_ray"
 _LISTS = ("env_vars", "required_env_vars")
 #: Keys that would make NeMo-Skills act for another executor, or use this machine's paths.
-_DROPPED = frozenset(
-    {"backend", "execution_backend", "with_ray", "ray_endpoint", "ray", "preflight", "mounts"}
-    | {"ssh_tunnel", "job_dir", "timeouts", "default_timeout", "executor"}
-    | {"account", "partition", "cpu_partition"}
-)
+_DROPPED = {
+    *("backend", "execution_backend", "with_ray", "ray_endpoint", "ray", "preflight"),
+    *("ssh_tunnel", "job_dir", "timeouts", "default_timeout"),
+}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         "mounts": _Mounts(["/:/"]),
         "containers": {name: name for name in names} if names else _NoContainers(),
         # The file is read again when the task is handed over.
-        _KEY: {"file": str(path.absolute()), **{kind: [*lists[kind]] for kind in _LISTS}},
+        _KEY: {"file": str(path.absolute()), "variables": [*itertools.chain(*lists.values())]},
     }
 
 
@@ -153,22 +153,20 @@ def _added_variables(config: Mapping[str, Any]) -> tuple[dict[str, str], list[st
     """
     clear: dict[str, str] = {}
     secrets: list[str] = []
-    for kind in _LISTS:
-        for entry in config[kind]:
-            name, equals, value = (part.strip() for part in str(entry).partition("="))
-            found = os.path.expandvars(value) if equals else os.environ.get(name)
-            if entry in config[_KEY][kind] or found is None:
-                continue
-            if not any(map(is_credential_name, [name, *re.findall(r"\$\{?(\w+)", value)])):
-                clear[name] = found
-            elif found == os.environ.get(name):
-                secrets.append(name)
-            else:
-                raise ConfigError(
-                    f"NeMo-Skills gives {name} a value for one task, and it looks like a "
-                    "credential, or has one in it (it is not shown here). Set it in your "
-                    "environment instead."
-                )
+    for entry in itertools.chain(*(config[kind] for kind in _LISTS)):
+        name, equals, value = (part.strip() for part in str(entry).partition("="))
+        found = os.path.expandvars(value) if equals else os.environ.get(name)
+        if entry in config[_KEY]["variables"] or found is None:
+            continue
+        if not any(map(is_credential_name, [name, *re.findall(r"\$\{?(\w+)", value)])):
+            clear[name] = found
+        elif found == os.environ.get(name):
+            secrets.append(name)
+        else:
+            raise ConfigError(
+                f"NeMo-Skills gives {name} a value for one task, and it looks like a credential, "
+                "or has one in it (it is not shown here). Set it in your environment instead."
+            )
     return clear, secrets
 
 

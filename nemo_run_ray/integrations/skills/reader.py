@@ -65,21 +65,22 @@ def names_ray(document: Document, profile: str | None = None) -> bool:
     Raises:
         ConfigError: its back-end or executor is no text.
     """
-    file, _, name = _opened(document)
-    executor = file.of(str, "executor").strip().lower()
-    endpoint = file.get("ray_endpoint") or file.get("with_ray")
-    return name not in _NO_RAY or executor == "ray" or bool(endpoint and executor != "slurm")
+    return _opened(document)[-1]
 
 
-def _opened(document: Document) -> tuple[Translation, str, str]:
-    """A file, the key of its back-end, which is a table, and the name of the back-end."""
+def _opened(document: Document) -> tuple[Translation, str, str, str, bool]:
+    """A file, its executor, the key of its back-end, that one's name, and whether it is for Ray."""
     values = dict(document.values)
     is_second = values.get("execution_backend") and not values.get("backend")
     section = "execution_backend" if is_second else "backend"
     if isinstance(values.get(section), str):
         values[section] = {"name": values[section]}
     file = Translation(FORMAT, replace(document, values=values))
-    return file, section, file.of(str, section, "name").strip().lower()
+    name = file.of(str, section, "name").strip().lower()
+    executor = file.of(str, "executor").strip().lower()
+    has_endpoint = executor != "slurm" and (file.get("ray_endpoint") or file.get("with_ray"))
+    is_for_ray = name not in _NO_RAY or executor == "ray" or bool(has_endpoint)
+    return file, executor, section, name, is_for_ray
 
 
 def read(document: Document, profile: str | None, environ: Mapping[str, str]) -> Document:
@@ -93,9 +94,8 @@ def read(document: Document, profile: str | None, environ: Mapping[str, str]) ->
     Raises:
         ConfigError: it is for another executor, has no address of a cluster, or an entry is wrong.
     """
-    file, section, name = _opened(document)
-    executor = file.of(str, "executor").strip().lower()
-    if not names_ray(document):
+    file, executor, section, name, is_for_ray = _opened(document)
+    if not is_for_ray:
         raise file.document.refuse(
             ("executor",),
             f"this file of NeMo-Skills is for {executor or 'no executor'!r}, not for Ray. For Ray "
