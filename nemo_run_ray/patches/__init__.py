@@ -12,7 +12,6 @@ import inspect
 import logging
 import os
 import re
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ MODULES = {
     )
 }
 _ABSENT = object()
-_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -104,16 +102,15 @@ class Patch(ABC):
         Raises:
             UnsupportedNemoRun: a target is not as the patch knows it. Nothing was changed.
         """
-        with _lock:
-            if not self._done and self.is_needed():
-                try:
-                    for edit in self.edits():
-                        before = edit.now
-                        setattr(edit.owner, edit.name, edit.value)
-                        self._done.append((edit, before))
-                except BaseException:
-                    self._restore()
-                    raise
+        if not self._done and self.is_needed():
+            try:
+                for edit in self.edits():
+                    before = edit.now
+                    setattr(edit.owner, edit.name, edit.value)
+                    self._done.append((edit, before))
+            except BaseException:
+                self._restore()
+                raise
         return self.undo
 
     def undo(self) -> bool:
@@ -123,15 +120,12 @@ class Patch(ABC):
             Whether the patch is off now. ``False`` means that a patch of another program lies on
             top of this one; then nothing is changed, and a warning names it.
         """
-        with _lock:
-            covered = self._covered()
-            if covered:
-                log.warning(
-                    "The patch %s stays: another patch is on top of %s.", self.name, covered
-                )
-            else:
-                self._restore()
-            return not covered
+        covered = self._covered()
+        if covered:
+            log.warning("The patch %s stays: another patch is on top of %s.", self.name, covered)
+        else:
+            self._restore()
+        return not covered
 
     def status(self) -> str:
         """Its state: ``applied``, ``off``, ``not needed``, or ``applied, covered at …``."""

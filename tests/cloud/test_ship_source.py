@@ -205,14 +205,6 @@ def test_native_packagers_are_used_and_nothing_else_changes(project, executor, t
             assert (arrived / path.relative_to(project.package)).read_bytes() == path.read_bytes()
 
 
-def test_a_local_task_runs_as_without_us(project, unique, monkeypatch, tmp_path):
-    """NeMo-Run's local executor has no use for a packager: it runs in the caller's folder."""
-    monkeypatch.chdir(project.root)
-    task = run.Script(inline=f"ls src > {tmp_path}/seen")
-    run.run(task, executor=run.LocalExecutor(), plugins=[ShipSource(".")], name=unique)
-    assert (tmp_path / "seen").read_text() == "shippable\n"
-
-
 def test_setting_up_twice_is_setting_up_once(project):
     executor = LeptonExecutor(container_image="i", nemo_run_dir="/shared/runs")
     executor.lepton_job_dir = "/shared/runs/job"

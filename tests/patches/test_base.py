@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 import types
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -165,23 +164,6 @@ def test_somebodys_wrapper_on_top_is_left_alone(target, every_kind, caplog):
     assert patch.status() == "applied"
     assert patch.undo()
     assert target.Child().plain() == "child"
-
-
-def test_many_threads_apply_it_once(target):
-    patch = _Made(Edit(target.Child, "own", "new"))
-    start = threading.Barrier(8)
-
-    def apply() -> None:
-        start.wait(timeout=30)
-        patch.apply()
-
-    threads = [threading.Thread(target=apply) for _ in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(timeout=30)
-    assert patch.asked == 1
-    assert patch.undo()
 
 
 def test_a_patch_that_is_not_needed_changes_nothing(target, every_kind):

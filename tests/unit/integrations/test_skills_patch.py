@@ -1,7 +1,6 @@
 """What NeMo-Skills' functions give for a cluster file that is for Ray, and for the others."""
 
 import importlib
-import inspect
 import logging
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 from nemo_run_ray import FolderPackager, RayExecutor, patches
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.experiment.job import find
-from nemo_run_ray.plan.roles import group_spec
 from tests import skills
 
 _FILE = """\
@@ -110,23 +108,6 @@ def test_a_task_gets_a_ray_executor_of_the_file(of_skills, tmp_path):
     assert resolved.env_vars == {"HF_HOME": "/hf", "PYTHONPATH": "/opt"}
 
 
-def test_its_advice_on_uncommitted_changes_is_heard(of_skills, tmp_path, monkeypatch, ray, unique):
-    file = tmp_path / "cluster_configs" / "my-ray.yaml"
-    file.write_text(_FILE.replace("http://ray-head:8265", ray.url))
-    author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    for words in (["init", "-q"], ["add", "cluster_configs"], [*author, "commit", "-qm", "x"]):
-        subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    file.write_text(f"{file.read_text()}# changed\n")
-    packager = run.GitArchivePackager(check_uncommitted_changes=True)
-    monkeypatch.setattr(of_skills.exp, "get_packager", lambda extra_package_dirs: packager)
-    config = config_of(of_skills)
-    with of_skills.exp.get_exp(unique, config) as exp:
-        of_skills.exp.add_task(exp, "true", "t", config, "client-image")
-        with pytest.raises(RuntimeError, match="Commit the changes, or cd away"):
-            of_skills.exp.run_exp(exp, config)
-    assert not ray.rows
-
-
 def test_the_log_of_an_ended_task_is_in_its_log_dir_too(of_skills, tmp_path, ray, unique):
     file = tmp_path / "cluster_configs" / "my-ray.yaml"
     file.write_text(_FILE.replace("http://ray-head:8265", ray.url))
@@ -155,14 +136,6 @@ def test_the_code_that_the_file_names_comes_first(of_skills, tmp_path):
     found = executor(of_skills).packager
     assert isinstance(found, FolderPackager)
     assert Path(found.path) == tmp_path / "code"
-
-
-def test_slurms_own_parameters_mean_nothing(of_skills):
-    known = inspect.signature(of_skills.exp.get_executor).parameters
-    values = {"partition": "p", "account": "a", "qos": "q", "slurm_kwargs": {"exclusive": True}}
-    values |= {"overlap": True, "mounts": ["/a:/b"], "extra_srun_args": ["--mpi=none"]}
-    asked = {name: value for name, value in values.items() if name in known}
-    assert executor(of_skills, **asked) == executor(of_skills)
 
 
 @pytest.mark.parametrize("of_skills", ["newer"], indirect=True)
@@ -240,6 +213,7 @@ def test_server_client_and_sandbox_are_the_roles_of_a_group(of_skills):
     assert [role.service for role in found.values()] == [True, False, True]
     assert [role.image for role in found.values()] == ["vllm", "client-image", "sandbox"]
     assert (found["server"].nodes, found["server"].gpus_per_node) == (2, 8)
+    assert (found["server"].strategy, found["sandbox"].nodes) == ("STRICT_SPREAD", 1)
     assert found["main"].env_vars == {"NEMO_SKILLS_SANDBOX_PORT": "6000"}
     assert found["sandbox"].env_vars == {"LISTEN_PORT": "6000", "NGINX_PORT": "6000"}
     client = "\n".join(found["main"].startup_commands)
@@ -271,19 +245,6 @@ def test_tasks_have_the_names_that_nemo_skills_gives_them(of_skills, monkeypatch
         ids = [of_skills.exp.add_task(exp, "true", "a/b", config, "client-image") for _ in range(2)]
         mine = exp.add(run.Script(inline="true"), executor=run.LocalExecutor(), name="nemo-run")
     assert [*ids, mine] == ["a-b", "a-b_1", "nemo-run"]
-
-
-def test_a_group_can_be_planned(of_skills):
-    """Names, variables and services go together, as the planning of every group asks for."""
-    from torchx.specs import AppDef, Role
-
-    (job,) = task(of_skills, server_config=_SERVER, with_sandbox=True)
-    group = job.executors.resolved()
-    app = AppDef("t", [Role(name, "", entrypoint="bash", args=["x.sh"]) for name in "abc"])
-    spec = group_spec(app, group)
-    assert [role.name for role in spec.roles] == ["server", "main", "sandbox"]
-    assert [role.replicas for role in spec.roles] == [2, 1, 1], "a sandbox has one address"
-    assert [role.spread for role in spec.roles] == ["STRICT_SPREAD", "", ""]
 
 
 # ---------------------------------------------------------------------- Ray programs
@@ -370,16 +331,6 @@ def test_a_file_for_slurm_is_left_to_nemo_skills(of_skills):
         "containers": {"vllm": "v"},
     }
     assert isinstance(executor(of_skills, config), run.SlurmExecutor)
-
-
-def test_a_wrong_file_for_ray_is_refused_when_it_is_read(of_skills, tmp_path):
-    path = tmp_path / "cluster_configs" / "my-ray.yaml"
-    path.write_text(_FILE + "executor: ray\n")
-    with pytest.raises(ConfigError, match=r"my-ray\.yaml"):
-        config_of(of_skills)
-    path.write_text("backend: ray\n")
-    with pytest.raises(ConfigError, match="no address of a cluster is given"):
-        config_of(of_skills)
 
 
 # ---------------------------------------------------------------------- the patch
