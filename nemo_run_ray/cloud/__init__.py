@@ -242,11 +242,10 @@ def _into_environment(
     variables[_SPEC] = json.dumps(spec, separators=(",", ":"))
     variables[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
     listed = json.dumps([{"name": name, "value": value} for name, value in variables.items()])
-    repeated = f", which repeats the variables {copies} times," if copies > 1 else ""
     check_source(
         {name: len(entry.content) for name, entry in tree.items() if isinstance(entry, File)},
         platform,
-        f"the workload's description{repeated}",
+        "the workload's description",
         copies * len(listed),
         _OBJECT_BYTES,
     )

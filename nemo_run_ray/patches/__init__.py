@@ -198,8 +198,7 @@ def patch(name: str) -> Patch:
     """
     if name not in MODULES:
         raise PatchError(f"There is no patch {name!r}; there are {', '.join(MODULES)}.")
-    found: Patch = importlib.import_module(MODULES[name]).PATCH
-    return found
+    return importlib.import_module(MODULES[name]).PATCH  # type: ignore[no-any-return]
 
 
 def apply(*names: str) -> Callable[[], bool]:

@@ -99,38 +99,6 @@ _DROPPED = {
 }
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The dictionary of a file that is for Ray.
-
-    Raises:
-        ConfigError: it is for Ray, and is wrong.
-    """
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    document = Document(path, values if isinstance(values, dict) else {})
-    if not reader.matches(document) or not reader.names_ray(document):
-        return None
-    load(str(path))
-    config = {name: v for name, v in values.items() if name not in _DROPPED and v is not None}
-    lists = {kind: list(config.get(kind) or ()) for kind in _LISTS}
-    # Two containers may have one image, and nodes of their own: tasks ask for them by their names.
-    names = config.get("containers")
-    return {
-        "skip_hf_home_check": True,
-        **config,
-        **lists,
-        "executor": "slurm",
-        "account": "",
-        # With a partition for CPUs, a task that asks for no GPU is not given one.
-        "partition": "",
-        "cpu_partition": "ray",
-        # Every path is the nodes' own.
-        "mounts": _Mounts(["/:/"]),
-        "containers": {name: name for name in names} if names else _NoContainers(),
-        # The file is read again when the task is handed over.
-        _KEY: {"file": str(path.absolute()), "variables": [*itertools.chain(*lists.values())]},
-    }
-
-
 class _Mounts(list[str]):
     """The mounts of all paths; one more means nothing, and its source is not on this machine."""
 
@@ -337,9 +305,33 @@ _LAST_IS_FOR_RAY: ContextVar[bool] = ContextVar("last_is_for_ray", default=False
 def _read_config(original: Any) -> Any:
     @functools.wraps(original)
     def wrapper(config_file: Any) -> Any:
-        config = _read(Path(config_file))
-        _LAST_IS_FOR_RAY.set(config is not None)
-        return original(config_file) if config is None else config
+        path = Path(config_file)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = Document(path, values if isinstance(values, dict) else {})
+        is_for_ray = reader.matches(document) and reader.names_ray(document)
+        _LAST_IS_FOR_RAY.set(is_for_ray)
+        if not is_for_ray:
+            return original(config_file)
+        load(str(path))
+        config = {name: v for name, v in values.items() if name not in _DROPPED and v is not None}
+        lists = {kind: list(config.get(kind) or ()) for kind in _LISTS}
+        names = config.get("containers")
+        return {
+            "skip_hf_home_check": True,
+            **config,
+            **lists,
+            "executor": "slurm",
+            "account": "",
+            # With a partition for CPUs, a task that asks for no GPU is not given one.
+            "partition": "",
+            "cpu_partition": "ray",
+            # Every path is the nodes' own.
+            "mounts": _Mounts(["/:/"]),
+            # Two containers may have one image, and nodes of their own: tasks ask for their names.
+            "containers": {name: name for name in names} if names else _NoContainers(),
+            # The file is read again when the task is handed over.
+            _KEY: {"file": str(path.absolute()), "variables": [*itertools.chain(*lists.values())]},
+        }
 
     return wrapper
 

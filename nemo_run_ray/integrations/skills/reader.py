@@ -182,7 +182,7 @@ _STAY_HERE = {f"{_PREFIX}{word}" for word in ("SSH_SERVER", "SSH_KEY_PATH", "CON
 _LISTS = ("required_env_vars", "env_vars")
 _NAME = re.compile(r"[^\s=$]+")
 #: ``$NAME`` and ``${NAME}`` in a value of a variable.
-_REFERENCE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+_REFERENCE = re.compile(r"\$(\{)?([A-Za-z_]\w*)(?(1)\})")
 
 
 def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, str]) -> None:
@@ -198,7 +198,7 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, s
         for number, entry in enumerate(file.of(list, key)):
             path: KeyPath = (key, number)
             name, equals, value = (part.strip() for part in str(entry).partition("="))
-            names = [first or second for first, second in _REFERENCE.findall(value)]
+            names = [other for _, other in _REFERENCE.findall(value)]
             secret = next(filter(is_credential_name, [name, *names]), "")
             if not isinstance(entry, str) or not _NAME.fullmatch(name):
                 raise file.document.refuse(
@@ -247,7 +247,7 @@ def value_in(text: str, name: str, environ: Mapping[str, str]) -> str | None:
 
 def _filled(value: str, environ: Mapping[str, str]) -> str:
     """A value with the variables of the environment for ``$NAME`` and ``${NAME}``."""
-    return _REFERENCE.sub(lambda match: environ[match[1] or match[2]], value)
+    return _REFERENCE.sub(lambda match: environ[match[2]], value)
 
 
 _RESOURCES = {"gpu": "GPU", "gpus": "GPU", "cpu": "CPU", "cpus": "CPU", "mem": "memory"}
