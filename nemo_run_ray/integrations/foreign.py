@@ -21,13 +21,15 @@ class Translation:
     Args:
         form: the name of the foreign form.
         document: the file.
+        reasons: why known keys mean nothing here; a key of it may be several names.
     """
 
-    def __init__(self, form: str, document: Document) -> None:
+    def __init__(self, form: str, document: Document, reasons: Mapping[str, str]) -> None:
         self.document = replace(document, format=form)
         self.values: dict[str, Any] = {}
         self._sources: dict[KeyPath, str] = {}
         self._ignored: dict[KeyPath, Ignored] = {}
+        self._reasons = {name: why for names, why in reasons.items() for name in names.split()}
 
     def get(self, *path: str | int) -> Any:
         """The value of a foreign key."""
@@ -77,22 +79,14 @@ class Translation:
         where = self.document.where(*key)
         self._ignored.setdefault(key, Ignored(dotted(key), reason, where))
 
-    def ignore_rest(
-        self, table: KeyPath, used: Collection[str], reasons: Mapping[str, str]
-    ) -> None:
-        """Leave out the keys of a table that have a value and were not used.
-
-        Args:
-            table: where the keys are.
-            used: keys that were read.
-            reasons: why known keys mean nothing here; a key of it may be several names.
-        """
-        known = {name: reason for names, reason in reasons.items() for name in names.split()}
+    def ignore_rest(self, table: KeyPath, used: Collection[str]) -> None:
+        """Leave out the keys of a table that have a value and were not used."""
         for name, value in self.of(dict, *table).items():
             if value is not None and name not in used:
-                like = nearest(name, [*used, *known])
+                like = nearest(name, [*used, *self._reasons])
                 meant = f"; the nearest known one is {like}" if like else ""
-                self.ignore((*table, name), known.get(name, f"The key is not known{meant}."))
+                unknown = f"The key is not known{meant}."
+                self.ignore((*table, name), self._reasons.get(name, unknown))
 
     def done(self) -> Document:
         """The file in this package's form."""

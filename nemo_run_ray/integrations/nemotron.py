@@ -115,7 +115,9 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
         if path[:1] == (name,)
     }
     no_cluster = 'the profile names no cluster; expected ray_address = "http://<head>:8265".'
-    file = Translation(FORMAT, Document(document.path, dict(raw), sources, no_cluster=no_cluster))
+    file = Translation(
+        FORMAT, Document(document.path, dict(raw), sources, no_cluster=no_cluster), _IGNORED
+    )
 
     def resolved(*path: str) -> Any:
         try:
@@ -177,7 +179,7 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
         else:
             text = value if isinstance(value, (dict, list)) else str(value)
             file.put(("env", "set", name), text, path)
-    file.ignore_rest((), ("extends", "env_vars", *_KEYS), _IGNORED)
+    file.ignore_rest((), ("extends", "env_vars", *_KEYS))
     return file.done()
 
 

@@ -75,7 +75,7 @@ def _opened(document: Document) -> tuple[Translation, str, str, str, bool]:
     section = "execution_backend" if is_second else "backend"
     if isinstance(values.get(section), str):
         values[section] = {"name": values[section]}
-    file = Translation(FORMAT, replace(document, values=values))
+    file = Translation(FORMAT, replace(document, values=values), _IGNORED)
     name = file.of(str, section, "name").strip().lower()
     executor = file.of(str, "executor").strip().lower()
     has_endpoint = executor != "slurm" and (file.get("ray_endpoint") or file.get("with_ray"))
@@ -107,7 +107,7 @@ def read(document: Document, profile: str | None, environ: Mapping[str, str]) ->
         why, used = "executor", ["executor", "ray"]
         file.put_or(("cluster", "address"), "auto", ("ray", "address"))
         file.put_or(("defaults", "cpus_per_node"), 8, ("ray", "default_num_cpus"))
-        file.ignore_rest(("ray",), ("address", "default_num_cpus"), _IGNORED)
+        file.ignore_rest(("ray",), ("address", "default_num_cpus"))
     else:
         why, used = section if name else "ray_endpoint", [section]
         _put_backend(file, section, name)
@@ -119,7 +119,7 @@ def read(document: Document, profile: str | None, environ: Mapping[str, str]) ->
     _put_variables(file, (why,), environ)
     _put_preflight(file)
     file.put(("defaults", "wait_for_nodes"), True, (why,), _ADDED)
-    file.ignore_rest((), (*used, *_TOP), _IGNORED)
+    file.ignore_rest((), (*used, *_TOP))
     return file.done()
 
 
@@ -161,8 +161,8 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
     if folder := file.of(str, section, "working_dir").strip():
         file.put(("defaults", "packager"), {"folder": folder}, (section, "working_dir"))
     known = ["name", "kubernetes", "working_dir", *_ADDRESSES, *_LABELS]
-    file.ignore_rest((section,), known, _IGNORED)
-    file.ignore_rest(kubernetes, ["endpoint", "dashboard_url", *_LABELS], _IGNORED)
+    file.ignore_rest((section,), known)
+    file.ignore_rest(kubernetes, ["endpoint", "dashboard_url", *_LABELS])
 
 
 def _labels(file: Translation, path: KeyPath) -> dict[str, Any]:
@@ -268,4 +268,4 @@ def _put_preflight(file: Translation) -> None:
         resource = _RESOURCES.get(name.strip().lower(), name)
         file.put(("preflight", "min_resources", resource), amount, (*totals, name))
     used = ["enabled", "strict_label_check", "required_node_labels", "min_cluster_resources"]
-    file.ignore_rest(("preflight",), used, _IGNORED)
+    file.ignore_rest(("preflight",), used)
