@@ -143,7 +143,6 @@ class Workload:
     name: str
     kind: str
     pods: list[Pod]
-    is_stopped: bool = False
 
     def start(self) -> None:
         for pod in self.pods:

@@ -104,7 +104,6 @@ class RunAI(Server):
             self.route("POST", f"/workloads/{kind}", self._creating(kind))
             self.route("GET", f"/workloads/{kind}/{{number}}", self._looking(kind))
             self.route("DELETE", f"/workloads/{kind}/{{number}}", self._deleting(kind))
-            self.route("GET", f"/workloads/{kind}/{{number}}/suspend", self._suspend)
 
     def _token_of(self, headers: dict[str, str], sent: Any) -> Any:
         names = {
@@ -184,18 +183,9 @@ class RunAI(Server):
 
         return delete
 
-    def _suspend(self, headers: dict[str, str], sent: Any, number: str) -> Any:
-        self._check(headers)
-        found = self._find(number)
-        found.is_stopped = True
-        found.kill()
-        return {}
-
 
 def _phase(workload: Workload) -> str:
     codes = workload.codes()
-    if workload.is_stopped:
-        return "Stopped"
     if None in codes:
         return "Running"
     return "Failed" if any(codes) else "Completed"

@@ -8,7 +8,7 @@ from nemo_run.core.execution import dgxcloud
 
 from nemo_run_ray.cloud import ShipSource
 from nemo_run_ray.errors import SourceTooLarge, TransportError
-from tests.cloud.runs import finished, found, launch, must_succeed
+from tests.cloud.runs import finished, launch
 from tests.conftest import wait_for
 from tests.patches.dgxcloud import SECRET
 
@@ -42,22 +42,6 @@ def test_an_image_without_python(platform, project, unique):
     assert platform.jobs()[-1].codes() == [127], log
     assert "the image has no python3" in log
     assert "started" not in log
-
-
-def test_an_image_without_tar(platform, project, results, unique):
-    """The source needs none; NeMo-Run's data mover has the one of its own image."""
-    launched = type(platform.cluster).add
-
-    def add(self, kind, *rest):
-        if kind not in ("workspaces", "mover"):
-            self.image.add("tar", "#!/bin/sh\necho no tar here >&2\nexit 127\n")
-        return launched(self, kind, *rest)
-
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(type(platform.cluster), "add", add)
-        launch(platform, run.Script(inline="python -m shippable.main"), project, unique)
-    must_succeed(platform)
-    assert len(found(results)) == 1
 
 
 def test_too_large_a_tree_is_refused_before_anything_is_sent(platform, project, unique):

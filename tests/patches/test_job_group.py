@@ -319,25 +319,20 @@ def test_with_an_unknown_nemo_run_single_tasks_still_work(unpatched, unique, cap
 @pytest.fixture
 def saved(patch, unique) -> run.Experiment:
     """An experiment with a group, saved as before a run."""
-    executors = [
-        RayExecutor(
-            address=ADDRESS,
-            role="store",
-            service=True,
-            ports={"http": 0},
-            ready=HttpProbe("http", path="/up", status=204, timeout_s=5),
-            resources_per_node={"a b": 0.5},
-            env_vars={"Q": "'\"\n$é"},
-        ),
-        RayExecutor(
-            address=ADDRESS, role="side", service=True, ready=CommandProbe(["test", "a b"])
-        ),
-        RayExecutor(address=ADDRESS, role="rpc", service=True, ready=PortProbe(80)),
-        RayExecutor(address=ADDRESS, nodes=2, launcher="torchrun", secrets=["TOKEN"], grace_s=60),
+    ready = (
+        HttpProbe("http", path="/up", status=204),
+        CommandProbe(["test", "a b"]),
+        PortProbe(80),
+    )
+    services = [
+        RayExecutor(address=ADDRESS, role=role, service=True, ports={"http": 0}, ready=probe)
+        for role, probe in zip(("store", "side", "rpc"), ready, strict=True)
     ]
+    services[0].env_vars = {"Q": "'\"\n$é"}
+    last = RayExecutor(address=ADDRESS, nodes=2, launcher="torchrun", secrets=["TOKEN"])
     with run.Experiment(unique) as experiment:
         tasks = [*_tasks(3), run.Partial(json.dumps, obj=1)]
-        experiment.add(tasks, executor=executors, name="g")
+        experiment.add(tasks, executor=[*services, last], name="g")
         experiment._prepare()
     return experiment
 
