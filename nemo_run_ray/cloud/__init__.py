@@ -86,6 +86,7 @@ class ShipSource(ExperimentPlugin):
     collections: Sequence[str] = ("recipes", "steps")
 
     def __post_init__(self) -> None:
+        self.root = str(self.root)  # NeMo-Run saves plug-ins
         for name in ("include", "exclude", "collections"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])
