@@ -87,13 +87,6 @@ def test_what_no_process_reads_stays_behind_and_the_rest_arrives(
     assert (tmp_path / "to/empty").is_dir()
 
 
-def test_before_assign_everything_travels(applied, executor, folder, tmp_path):
-    """The executor does not know then which job the folder is of."""
-    del executor.job_name
-    subprocess.run(argv(executor, folder, tmp_path / "to"), check=True)
-    assert _names(tmp_path / "to") == _names(folder)
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_paths_survive(applied, executor, folder, tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -279,17 +279,6 @@ def test_with_ray_of_a_pipeline_means_what_that_of_a_task_does(of_skills, monkey
     assert (alone.nodes, alone.gpus_per_node) == (1, 0)
 
 
-@pytest.mark.filterwarnings("ignore:ray.*is no address of a dashboard")
-def test_a_file_with_a_ray_endpoint_is_for_ray(of_skills, tmp_path, monkeypatch):
-    path = tmp_path / "cluster_configs" / "my-ray.yaml"
-    path.write_text("executor: none\nray_endpoint: ray://ray-head:10001\n")
-    config = config_of(of_skills)
-    (job,) = task(of_skills, "a", config, with_ray=True)
-    (of_pipeline,) = pipeline(of_skills, config, monkeypatch, with_ray=True)
-    for found in (job.executor, of_pipeline.executor, executor(of_skills, config, with_ray=True)):
-        assert found.resolve_cluster().url == "http://ray-head:8265"
-
-
 # ---------------------------------------------------------------------- code of other experiments
 
 
