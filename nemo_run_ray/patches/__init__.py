@@ -14,9 +14,8 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from nemo_run_ray.errors import PatchError, UnsupportedNemoRun
 
@@ -39,8 +38,7 @@ MODULES = {
 _ABSENT = object()
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """One attribute to replace.
 
     Attributes:

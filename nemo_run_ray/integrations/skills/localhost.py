@@ -38,11 +38,10 @@ def ports_in(script: str) -> list[int]:
 
 def answers(host: str, port: int) -> bool:
     """Whether a server listens there."""
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((host, port), 2).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def take(port: int) -> socket.socket:

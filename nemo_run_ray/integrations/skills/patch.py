@@ -113,31 +113,6 @@ class _NoContainers(dict[str, str]):
         return ""
 
 
-def _added_variables(config: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """The variables that NeMo-Skills has added to those of the file, and the names of secrets.
-
-    Raises:
-        ConfigError: a credential has another value than in the environment.
-    """
-    clear: dict[str, str] = {}
-    secrets: list[str] = []
-    for entry in itertools.chain(*(config[kind] for kind in _LISTS)):
-        name, equals, value = (part.strip() for part in str(entry).partition("="))
-        found = os.path.expandvars(value) if equals else os.environ.get(name)
-        if entry in config[_KEY]["variables"] or found is None:
-            continue
-        if not any(map(is_credential_name, [name, *re.findall(r"\$\{?(\w+)", value)])):
-            clear[name] = found
-        elif found == os.environ.get(name):
-            secrets.append(name)
-        else:
-            raise ConfigError(
-                f"NeMo-Skills gives {name} a value for one task, and it looks like a credential, "
-                "or has one in it (it is not shown here). Set it in your environment instead."
-            )
-    return clear, secrets
-
-
 # ---------------------------------------------------------------------- the executor of a task
 
 #: Beginnings of NeMo-Skills' ``log_prefix``, which says what a part of a task does.
@@ -189,7 +164,8 @@ def _get_executor(original: Any, bound: inspect.BoundArguments) -> SkillsExecuto
     """The executor of one part of a task.
 
     Raises:
-        ConfigError: the task asks for what there is on Slurm only, or the file is wrong.
+        ConfigError: the task asks for what there is on Slurm only, a credential has another value
+            than in the environment, or the file is wrong.
     """
     call = bound.arguments
     if call.get("ray_template") is not None:
@@ -200,7 +176,23 @@ def _get_executor(original: Any, bound: inspect.BoundArguments) -> SkillsExecuto
     exp.REUSE_CODE_EXP.clear()  # it would take the code of an experiment on Ray over a tunnel
     config, role, het_group = call["cluster_config"], call["log_prefix"], None
     is_sandbox = role.startswith(_SANDBOX)
-    clear, secrets = _added_variables(config)
+    clear: dict[str, str] = {}
+    secrets: list[str] = []
+    # The variables that NeMo-Skills has added to those of the file.
+    for entry in itertools.chain(*(config[kind] for kind in _LISTS)):
+        name, equals, value = (part.strip() for part in str(entry).partition("="))
+        found = os.path.expandvars(value) if equals else os.environ.get(name)
+        if entry in config[_KEY]["variables"] or found is None:
+            continue
+        if not any(map(is_credential_name, [name, *re.findall(r"\$\{?(\w+)", value)])):
+            clear[name] = found
+        elif found == os.environ.get(name):
+            secrets.append(name)
+        else:
+            raise ConfigError(
+                f"NeMo-Skills gives {name} a value for one task, and it looks like a credential, "
+                "or has one in it (it is not shown here). Set it in your environment instead."
+            )
     fields = {
         # Clients know one address of a sandbox, and two of them on one node would share a port.
         "nodes": 1 if is_sandbox else call["num_nodes"],
