@@ -439,7 +439,7 @@ def _upload(original: object, bound: inspect.BoundArguments) -> None:
     shutil.copy(bound.arguments["local_file"], bound.arguments["remote_dir"])
 
 
-#: What takes the place of functions of NeMo-Skills, in each of its modules that has them.
+#: The wrappers of functions of NeMo-Skills, which replace them in each of its modules.
 _WRAPPERS: dict[str, Any] = {
     "read_config": _read_config,
     "should_get_random_port": _should_get_random_port,
