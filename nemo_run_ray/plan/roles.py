@@ -25,7 +25,6 @@ from nemo_run_ray.fields import (
     refuse_credentials,
     resolve_runtime_env,
 )
-from nemo_run_ray.remote.node.command import modules_of
 from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, RoleSpec, env_key
 
 #: The entrypoint of an array for NeMo-Run; in its place the cluster runs the array's driver.
@@ -94,6 +93,8 @@ def _check_guard(argv: list[str], executor: RayExecutor) -> None:
     """Refuse the launch of a function that the node could not find in the program's file."""
     if _RUNNER not in argv or not argv[-1].startswith(_CONFIGS):
         return
+    from nemo_run_ray.remote.node.command import modules_of  # scripts do without it
+
     path = Path(executor.job_dir, "configs", argv[-1].removeprefix(_CONFIGS))
     try:
         modules = modules_of(path.read_text(encoding="ascii"))
