@@ -383,8 +383,6 @@ class TaskQueue:
         """Send what waits, and end what takes too long."""
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            cancelled = [item for item in self._waiting if item.future.cancelled()]
-            self._end(cancelled, CancelledError())
             if self._waiting or self._calls:
                 with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                     self._look(now)  # else the head does not answer
@@ -433,7 +431,7 @@ class TaskQueue:
             if self._has_begun(call) and call.node_id not in {"", *alive}:
                 self._cancel(call)
                 lost = self._ray.exceptions.NodeDiedError("Its node has died.")
-                self._was_lost(call, lost, has_begun=True)
+                self._was_lost(call, lost)
         if any(map(self._has_begun, self._calls)):
             self._stalled_since = None
         elif self._stalled_since is None:
@@ -489,20 +487,20 @@ class TaskQueue:
         """A task that yields has ended; its node's id and its rows are there, or an error."""
         if call not in self._calls:
             return  # it was cancelled
-        has_begun, error = self._has_begun(call), done.exception()
-        if error is None:
+        self._has_begun(call)
+        if (error := done.exception()) is None:
             self._watch(next(call.ref), partial(self._has_rows, call))
             return
         for ref in call.ref:  # Ray prints errors that nobody takes
             with suppress(self._ray.exceptions.RayError):
                 self._ray.get(ref)
-        self._was_lost(call, error, has_begun)
+        self._was_lost(call, error)
 
     def _has_rows(self, call: _RayTask, done: Future[Any]) -> None:
         if call not in self._calls:
             return
         if (error := done.exception()) is not None:
-            self._was_lost(call, error, has_begun=True)
+            self._was_lost(call, error)
             return
         self._calls.discard(call)
         self._stalled_since = None
@@ -514,13 +512,13 @@ class TaskQueue:
             if failure is not None:
                 self._has_failed([item], failure)
 
-    def _was_lost(self, call: _RayTask, error: BaseException, has_begun: bool) -> None:
+    def _was_lost(self, call: _RayTask, error: BaseException) -> None:
         """The worker of a task has died, or its node, or no worker could be started there."""
         self._calls.discard(call)
         exceptions = self._ray.exceptions
         is_lost = isinstance(error, (exceptions.NodeDiedError, exceptions.ObjectLostError))
         first, name = call.items[0], call.items[0].function.name
-        if (is_lost or not has_begun) and first.losses < LOSSES_MAX:
+        if (is_lost or call.begun_at is None) and first.losses < LOSSES_MAX:
             for item in call.items:
                 item.losses += 1
             self._waiting.extendleft(reversed(call.items))
@@ -528,10 +526,11 @@ class TaskQueue:
         if self._by_client and time.monotonic() >= call.deadline:
             error = first.timed_out()
         elif isinstance(error, exceptions.RayError):
-            subject = f"The worker that ran {name} has died"
-            if not has_begun:
-                subject = f"No worker could be started for {name}"
-            error = WorkerDied(f"{subject}: {' '.join(str(error).split())[:500]}")
+            has_begun = call.begun_at is not None
+            subject = "The worker that ran" if has_begun else "No worker could be started for"
+            error = WorkerDied(
+                f"{subject} {name}{' has died' * has_begun}: {' '.join(str(error).split())[:500]}"
+            )
         self._has_failed(call.items, error)
 
     def _has_failed(self, items: Sequence[Item], error: BaseException) -> None:

@@ -76,12 +76,13 @@ def _group(pid: int) -> int:
 
 
 def _is_warm(pid: int) -> bool:
+    """Whether it writes into the log of what forks, and is not its short-lived child."""
     try:
-        words = psutil.Process(pid).cmdline()
-    except psutil.Error:
+        output = os.readlink(f"/proc/{pid}/fd/1")
+        above = os.readlink(f"/proc/{_parent(pid)}/fd/1")
+    except OSError:
         return False
-    is_forks = any(word.endswith("array/fork_server.py") for word in words)
-    return is_forks and _parent(pid) != 0 and not _is_warm(_parent(pid))
+    return output.endswith("fork_server.log") and output != above
 
 
 VICTIMS = (drivers, hosts, actors, warm, elements, stopped_hosts)

@@ -93,7 +93,7 @@ def test_what_fails_is_tried_again_and_told(start, tmp_path):
     ]
     wrong = tool("nemo-run-ray", "logs", job.id, "--element", "5")
     assert wrong.returncode == 1
-    assert "has no element 5; it has 0 to 4" in wrong.stderr
+    assert "has the elements 0 to 4" in wrong.stderr
 
 
 def test_too_many_failures_end_it(start):

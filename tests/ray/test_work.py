@@ -280,42 +280,11 @@ def test_a_child_process_joins_the_same_ray(pool):
     assert done.stdout.splitlines()[-1] == f"{pool.address} ['1', '2']"
 
 
-def test_a_process_has_one_connection(pool):
-    with work.connect() as other:
-        assert other.address == pool.address
-        assert list(other.map(double, [1])) == [2]
-    assert list(pool.map(double, [2])) == [4], "the first pool goes on"
-    with pytest.raises(ConfigError, match="a process has one Ray at a time"):
-        work.connect("127.0.0.1:1")
-
-
 def test_a_pool_that_was_closed_takes_no_more(pool):
     with work.connect() as other:
         pass
     with pytest.raises(RuntimeError, match="takes no more work"):
         list(other.map(double, [1]))
-
-
-_TWICE = """
-from nemo_run_ray import work
-for _ in range(2):
-    with work.connect() as pool:
-        print(list(pool.map(str, [1, 2])))
-left_open = work.connect()
-print(next(left_open.map(str, range(100))))
-"""
-
-
-@pytest.mark.soak  # it starts two drivers of Ray anew, 25 s of a processor
-def test_a_program_may_connect_again_and_leave_a_pool_open(pool):
-    """Its own Ray processes import ray anew; and Ray's end comes after that of the pool."""
-    hidden = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
-    env = {name: value for name, value in os.environ.items() if name not in hidden}
-    words = [sys.executable, "-c", _TWICE]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-3:] == ["['1', '2']", "['1', '2']", "0"]
-    assert "Traceback" not in done.stderr
 
 
 def test_what_would_end_an_event_loop_is_an_error_of_the_call(pool):

@@ -52,8 +52,8 @@ _DISK_S = 60.0
 #: Seconds that a host's reports may wait for others: short elements end by the hundred.
 _GATHER_S = 0.05
 #: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
-#: may be killed once. And such nodes that stand for all those that no host could be tried on.
-_DEATHS_MAX, _NODES_MAX = 5, 3
+#: may be killed once.
+_DEATHS_MAX = 5
 #: Seconds until a node is tried again where no host could begin, at first and at most.
 _AGAIN_S, _AGAIN_MAX_S = 5.0, 300.0
 #: Seconds between two lines of progress, and two that say that the array waits for resources.
@@ -62,8 +62,8 @@ _TELL_S = 30.0
 _PLACED_S = 900.0
 #: Seconds beyond the grace period until a host is given up that was told to end or to leave.
 _END_MARGIN_S = 30.0
-#: Seconds until dead hosts are swept again, and until an answer of a sweep counts as lost.
-_SWEEP_AGAIN_S, _SWEEP_MAX_S = 5.0, 120.0
+#: Seconds until dead hosts are swept again.
+_SWEEP_AGAIN_S = 5.0
 #: Seconds between two writes of a status file; that of all elements' states may take longer, and
 #: is written so seldom that it costs the driver a twentieth of its time.
 _WRITE_S, _PAUSE = 1.0, 20
@@ -190,10 +190,9 @@ class HostStarts:
         host = Host(record, replica, actor, count, time.monotonic() + _PLACED_S)
         return host, {**self._prepare(replica), **self._order, "slots": count}
 
-    def sweep(self, node_id: str, swept: Sequence[HostRecord], forgotten: Sequence[str]) -> Any:
+    def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Any:
         """Start the program of ``notes.py`` on a node; a reference for ``swept``."""
-        rows = [[record.number, record.tag, record.run_dir] for record in swept]
-        request = json.dumps({"sweep": rows, "forget": list(forgotten)})
+        request = json.dumps([[record.number, record.tag, record.run_dir] for record in records])
         env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
         task = self._program.options(
             num_cpus=0, max_retries=0, scheduling_strategy=self._on(node_id, soft=False)
@@ -240,8 +239,7 @@ class ArrayDriver:
 
     Attributes:
         hosts: the living hosts by their numbers.
-        dead: the dead ones, of whose notes something is to be done: whether it is proven that
-            nothing of them runs.
+        dead: the dead ones of which processes may still run.
         broken: why the array cannot be run at all; ``None`` as long as it can.
     """
 
@@ -267,20 +265,21 @@ class ArrayDriver:
         self._refusals: Dict[str, Tuple[int, float]] = {}
         self._cannot: Set[str] = set()  # nodes that cannot run elements
         self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
-        self._sweeps: Dict[str, Tuple[float, Any]] = {}  # by node, with the time of the next one
+        self._sweeps: Dict[str, Any] = {}  # by node
+        self._sweep_at: Dict[str, float] = {}  # not before
         self._settled_at: Optional[float] = None
         #: The reason to lease no more; empty when the job was cancelled.
         self._stopped_by: Optional[str] = None
         self.hosts: Dict[int, Host] = {}
         # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
-        self.dead = dict.fromkeys((record.number for record in leases.hosts), False)
+        self.dead = {record.number for record in leases.hosts}
         self.broken: Optional[Tuple[Reason, str]] = None
 
     def run(self) -> int:
         """Run it to its end; the exit code."""
         runner, progress = self._runner, self._progress
         runner.left_on = None  # until all hosts have ended
-        if self._leases.continues:
+        if self._leases.hosts:
             say(
                 f"the driver continues: {progress.ended_count} of {progress.count} elements "
                 "have ended"
@@ -299,7 +298,7 @@ class ArrayDriver:
         elif self._stopped_by == "":
             code, cause, ending = 143, Reason.CANCELLED, "cancelled"
         # Nothing says of these that their processes have ended.
-        numbers = set(self._perhaps_alive)
+        numbers = set(self.dead)
         numbers.update(
             number for number, host in self.hosts.items() if host.state is not HostState.LEAVING
         )
@@ -426,10 +425,10 @@ class ArrayDriver:
         elif kind == "ended":
             if self._leases.ended(number, report["row"]):
                 self._refusals.pop(host.record.node_id, None)
-                self._cannot.discard(host.record.node_id)
         elif kind == "prepared":
             if host.state is HostState.STARTING:
                 host.state, host.deadline = HostState.READY, math.inf
+                self._cannot.discard(host.record.node_id)
                 say(f"{node} runs {host.slots} element(s) at a time")
         elif kind == "obstacles":
             say(
@@ -475,13 +474,9 @@ class ArrayDriver:
         if cause is not None or failures >= _DEATHS_MAX:
             self._cannot.add(node_id)
         fitting = {one.node_id for one in nodes_that_fit(self._request, list(self._nodes.values()))}
-        has_hope = len(self._cannot & fitting) < max(1, min(_NODES_MAX, len(fitting))) or any(
-            other.state is not HostState.STARTING or other.record.node_id not in self._cannot
-            for other in self.hosts.values()
-        )
         write(f"{reason}\n")
         last_line = reason.strip().rpartition("\n")[2]  # of a traceback this is the error
-        if has_hope or self._progress.has_run:
+        if self._progress.has_run or not fitting or fitting - self._cannot:
             say(f"a host on {node} could not begin; another one is tried later: {last_line}")
         elif cause is Reason.RUNTIME_ENV:
             self.broken = cause, cause_of(reason)
@@ -510,10 +505,10 @@ class ArrayDriver:
         wanted -= sum(host.slots for host in starting)
         if self._spec.max_in_flight is not None:
             used = sum(host.slots for host in hosts)
-            used += sum(len(self._leases.held(number)) for number in self._perhaps_alive)
+            used += sum(len(self._leases.held(number)) for number in self.dead)
             wanted = min(wanted, self._spec.max_in_flight - used)
         busy = {host.record.node_id for host in starting}
-        busy |= {self._leases.hosts[number].node_id for number in self._perhaps_alive}
+        busy |= {self._leases.hosts[number].node_id for number in self.dead}
         busy |= {node_id for node_id, (_, until) in self._refusals.items() if now < until}
         available = {
             node_id: resources
@@ -556,19 +551,14 @@ class ArrayDriver:
     def _give_up(self, host: Host) -> None:
         """End the actor of a host: what it had may run until the contrary is proven."""
         self._drop(host)
-        self.dead[host.record.number] = False
+        self.dead.add(host.record.number)
 
     # ------------------------------------------------------------------ proof
-
-    @property
-    def _perhaps_alive(self) -> List[int]:
-        """The dead hosts whose processes may still run."""
-        return [number for number, is_proven in self.dead.items() if not is_proven]
 
     def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by a program on the node."""
         by_node: Dict[str, List[HostRecord]] = {}
-        for number in list(self.dead):
+        for number in sorted(self.dead):
             record = self._leases.hosts[number]
             if record.node_id in self._nodes:
                 by_node.setdefault(record.node_id, []).append(record)
@@ -578,44 +568,33 @@ class ArrayDriver:
             if not self._leases.held(number) or now >= since + node_dead_s():
                 # What had begun there, nobody knows.
                 self._leases.give_back_all(number, has_run=True)
-                del self.dead[number]
+                self.dead.discard(number)
         for node_id, records in by_node.items():
-            until, sweep = self._sweeps.get(node_id, (0.0, None))
-            answer = None if sweep is None else self._starts.swept(sweep)
-            if answer is not None:
-                self._sweeps[node_id] = now, None
-                if answer["remaining"]:
-                    self._sweeps[node_id] = now + _SWEEP_AGAIN_S, None
-                    node = self._nodes[node_id].host
-                    say(f"a dead host on {node} may still run elements: {answer['remaining']}")
-                else:
-                    self._swept(records, answer["swept"])
-            elif now >= until:
-                unproven = [record for record in records if not self.dead[record.number]]
-                forgotten = [record.run_dir for record in records if record not in unproven]
-                sweep = self._starts.sweep(node_id, unproven, forgotten)
-                self._sweeps[node_id] = now + _SWEEP_MAX_S, sweep
-
-    def _swept(self, records: Sequence[HostRecord], rows: Sequence[Any]) -> None:
-        """Take over the notes of dead hosts, of which nothing runs any more."""
-        for record in records:
-            if self.dead[record.number]:
-                del self.dead[record.number]  # its notes are removed
-        for number, ended, begun in rows:
-            before = len(self._leases.held(number))
-            for row in ended:
-                self._leases.ended(number, row)
-            again = len(self._leases.held(number))
-            for lease in begun:
-                self._leases.give_back(lease, number, has_run=True)
-            self._leases.give_back_all(number, has_run=False)
-            if before:
-                say(
-                    f"nothing of a dead host runs: of {before} elements, {before - again} had "
-                    f"ended, and {again} are leased again"
-                )
-            self.dead[number] = True
-        self._commit()
+            if node_id not in self._sweeps and now >= self._sweep_at.get(node_id, 0.0):
+                self._sweeps[node_id] = self._starts.sweep(node_id, records)
+            answer = self._starts.swept(self._sweeps[node_id]) if node_id in self._sweeps else None
+            if answer is None:
+                continue
+            del self._sweeps[node_id]
+            if answer["remaining"]:
+                self._sweep_at[node_id] = now + _SWEEP_AGAIN_S
+                node = self._nodes[node_id].host
+                say(f"a dead host on {node} may still run elements: {answer['remaining']}")
+            for number, ended, begun in answer["swept"]:
+                before = len(self._leases.held(number))
+                for row in ended:
+                    self._leases.ended(number, row)
+                again = len(self._leases.held(number))
+                for lease in begun:
+                    self._leases.give_back(lease, number, has_run=True)
+                self._leases.give_back_all(number, has_run=False)
+                if before:
+                    say(
+                        f"nothing of a dead host runs: of {before} elements, {before - again} had "
+                        f"ended, and {again} are leased again"
+                    )
+                self.dead.discard(number)
+            self._commit()
 
     # ------------------------------------------------------------------ the end
 

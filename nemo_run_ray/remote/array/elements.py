@@ -175,6 +175,7 @@ class ArrayProgress:
     Attributes:
         failures: the first ones: their indices, exit codes and reasons.
         has_run: an element has ended by itself.
+        attempts: of every element, so far.
         held: of every host the elements that it has, with their attempts.
     """
 
@@ -187,7 +188,7 @@ class ArrayProgress:
         self.has_run = False
         self.held: Dict[int, Dict[int, int]] = {}
         self._states = bytearray(count)
-        self._attempts = bytearray(count)
+        self.attempts = bytearray(count)
         self._codes = bytearray(count)
         self._unwanted: Set[int] = set()  # leased ones that were cancelled
         self._losses: Dict[int, int] = {}
@@ -221,7 +222,7 @@ class ArrayProgress:
             else:
                 index, self._next = self._next, self._next + 1
             if self._states[index] == ElementState.WAITING:
-                return Record(index, LEASED, host, self._attempts[index] + 1)
+                return Record(index, LEASED, host, self.attempts[index] + 1)
         return None
 
     def apply(self, record: Record, reason: str = "") -> bool:
@@ -234,7 +235,7 @@ class ArrayProgress:
         index, kind, host, attempt, _ = record
         held = self.held.setdefault(host, {})
         if kind == LEASED:
-            self._attempts[index] = attempt
+            self.attempts[index] = attempt
             self._move(index, ElementState.LEASED)
             held[index] = attempt
         elif kind == CANCELLED and self._states[index] == ElementState.WAITING:
@@ -268,7 +269,7 @@ class ArrayProgress:
             has_failed, code = losses >= LOSSES_MAX, LOST_CODE
             reason = f"its host has died {losses} times"
         else:
-            self._attempts[index] -= 1
+            self.attempts[index] -= 1
             has_failed = False
         if not has_failed:
             self._again.append(index)
@@ -287,7 +288,7 @@ class ArrayProgress:
     def stretches(self) -> Iterator[Stretch]:
         """The state of every element."""
         first = 0
-        rows = zip(self._states, self._attempts, self._codes)
+        rows = zip(self._states, self.attempts, self._codes)
         for (state, attempts, code), same in groupby(rows):
             last = first + sum(1 for _ in same) - 1
             yield Stretch(first, last, ElementState(state).name.lower(), attempts, code)
@@ -328,7 +329,6 @@ class Leases:
         progress: of the elements.
         seconds: how long an element takes: the mean, newer ones weighing more.
         hosts: all that the array has ever had, by their numbers.
-        continues: there was an earlier driver.
         is_ending: all that runs was told to end: failures are its doing.
     """
 
@@ -342,9 +342,8 @@ class Leases:
         self.seconds: Optional[float] = None
         self.progress = ArrayProgress(len(self._elements), spec.retries, spec.permanent_exit_codes)
         self.hosts: List[HostRecord] = []
-        self.continues = self.is_ending = False
+        self.is_ending = False
         for record in read_records(self._journal.path):
-            self.continues = True
             if isinstance(record, HostRecord):
                 self.hosts.append(record)
             else:
@@ -408,20 +407,17 @@ class Leases:
         Returns:
             The attempts that hosts have, and that are to be ended.
         """
-        leased: Dict[int, int] = {}
-        for elements in self.progress.held.values():
-            leased.update(elements)
         indices = (
             range(max(0, first), min(last + 1, len(self._elements))) for first, last in ranges
         )
         wanted = set()
         for index in chain.from_iterable(indices):
-            if index not in leased:
-                if self.progress.state(index) is ElementState.WAITING:
-                    self._note(Record(index, CANCELLED))
-            elif not only_waiting:
-                self._note(Record(index, CANCELLED))
-                wanted.add((index, leased[index]))
+            state = self.progress.state(index)
+            if state is ElementState.LEASED and not only_waiting:
+                wanted.add((index, self.progress.attempts[index]))
+            elif state is not ElementState.WAITING:
+                continue
+            self._note(Record(index, CANCELLED))
         return wanted
 
     def ended(self, host: int, row: Sequence[Any]) -> bool:

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import gc
 import json
 import os
-import select
-import signal
 import socket
 import sys
 import threading
@@ -70,13 +69,9 @@ def _load_main(root: Path) -> None:
 
     try:
         maybe_load_external_main(root)
-    except SystemExit as error:
-        print(f"The launching script ended with {error} when it ran here.", file=sys.stderr)
-    except Exception as error:  # the task may do without it
-        if type(error).__module__.partition(".")[0] == "nemo_run_ray":
-            print(error, file=sys.stderr)
-        else:
-            traceback.print_exc()
+    except BaseException as error:  # the task may do without it
+        reason = f"{type(error).__name__}: {error}"
+        print(f"The launching script ended with {reason} when it ran here.", file=sys.stderr)
 
 
 def _import_tasks(path: Path) -> None:
@@ -106,33 +101,43 @@ def _serve(channel: socket.socket, template: Any) -> None:
     gc.collect()
     gc.freeze()  # so that the children share these objects' memory
     _send(channel, at="ready", obstacles=obstacles)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, int] = {}  # the keys of their orders
     while True:
-        ready, _, _ = select.select([channel.fileno(), woken], [], [])
-        if woken in ready:
-            os.read(woken, 4096)
-            _collect(channel, children)
-        if channel.fileno() in ready:
-            data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
-            if not data:
-                return
-            order = json.loads(data)
-            try:
-                child = os.fork()
-            except OSError as error:
-                _send(channel, at="full", key=order["key"], reason=error.strerror)
-            else:
-                if child == 0:
-                    os.close(woken)
-                    os.close(wake)
-                    _become_element(channel, order, fds[0])
-                    _run(template, order)
-                children[child] = order["key"]
-            os.close(fds[0])
+        data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
+        if not data:
+            return
+        order = json.loads(data)
+        try:
+            child = os.fork()
+            if child == 0:
+                _fork_element(channel, template, order, fds[0])
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        except OSError as error:
+            code = error.errno or 1
+        os.close(fds[0])
+        if code < 0:
+            return  # killed: the host starts another server, and asks that for what has not begun
+        if code:
+            _send(channel, at="full", key=order["key"], reason=os.strerror(code))
+
+
+def _fork_element(
+    channel: socket.socket, template: Any, order: dict[str, Any], output: int
+) -> NoReturn:
+    """Fork an element in a child, and end when it has begun: then the host is its parent."""
+    code, (begun, begins) = 0, os.pipe()
+    try:
+        if os.fork() == 0:
+            _become_element(channel, order, output)
+            os.write(begins, b"1")
+            os.close(begun)
+            os.close(begins)
+            _run(template, order)
+        os.close(begins)
+        code = 0 if os.read(begun, 1) else errno.ECHILD
+    except OSError as error:
+        code = error.errno or 1
+    finally:
+        os._exit(code)
 
 
 def _become_element(channel: socket.socket, order: dict[str, Any], output: int) -> None:
@@ -141,8 +146,6 @@ def _become_element(channel: socket.socket, order: dict[str, Any], output: int) 
     # What the element leaves stays below it while it runs: the environment that a fork shows does
     # not say which element it is of.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     atexit._clear()
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -153,10 +156,8 @@ def _become_element(channel: socket.socket, order: dict[str, Any], output: int) 
     if torch is not None:
         torch.seed()
     os.environ.update(order["env"])
-    try:
-        _send(channel, at="begun", key=order["key"], pid=os.getpid())
-    except OSError:
-        os._exit(1)  # the host listens no more: it asks another process for the element
+    # This fails where the host listens no more: it asks another process for the element.
+    _send(channel, at="begun", key=order["key"], pid=os.getpid())
     channel.close()
 
 
@@ -210,16 +211,6 @@ def _set(template: Any, fields: dict[str, Any]) -> None:
                 target[int(last)] = value
             else:
                 setattr(target, last, value)
-
-
-def _collect(channel: socket.socket, children: dict[int, int]) -> None:
-    """Tell the host of all elements that have ended; killed before, the host finds them itself."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            code = ended.si_status + 128 * (ended.si_code != os.CLD_EXITED)
-            if ended.si_pid in children:  # else a process of the imports
-                _send(channel, at="ended", key=children.pop(ended.si_pid), code=code)
-            os.waitpid(ended.si_pid, 0)
 
 
 def _send(channel: socket.socket, **values: Any) -> None:

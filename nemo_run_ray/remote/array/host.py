@@ -23,7 +23,6 @@ from typing import (
     Any,
     Deque,
     Dict,
-    FrozenSet,
     Iterator,
     List,
     Mapping,
@@ -57,6 +56,8 @@ from .notes import Notes, forget
 Lease = Tuple[int, int]
 #: Variables of every element: its index, from 0, which attempt it is, from 1, and their number.
 INDEX, ATTEMPT, SIZE = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT", "NEMO_RUN_ARRAY_SIZE"
+#: Variable that tells this host whose processes it has adopted.
+_MARK = "NEMO_RUN_RAY_ELEMENT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks for processes that elements have left, and while nothing runs.
 _LOOK_S, _IDLE_S = 0.5, 60.0
@@ -206,17 +207,16 @@ class HostProcess:
         self._notes.add(lease)
         element = RunningElement(lease, values, self._slots.pop())
         self._running.append(element)
-        has_started = False
         try:
-            has_started = self._begin(element)
+            if self._begin(element):
+                return True
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
             self._is_full(element, str(error.strerror))
         else:
-            if not has_started:
-                self._unstarted(element)
-        return has_started
+            self._unstarted(element)
+        return False
 
     def _begin(self, element: RunningElement) -> bool:
         """Start an element; false when the fork server does not take it now.
@@ -228,7 +228,7 @@ class HostProcess:
         assert place is not None
         argv = list(place.role.task.argv) if self._order["runs"] == "command" else []
         env = {**element.slot, INDEX: str(index), ATTEMPT: str(attempt)}
-        env[SIZE] = str(self._order["count"])
+        env |= {SIZE: str(self._order["count"]), _MARK: f"{index}/{attempt}"}
         message: Dict[str, Any] = {"fields": {}, "template": "", "result": self._result_of(element)}
         for (kind, *name), value in zip(self._order["targets"], element.values):
             if kind == ENV:
@@ -294,7 +294,6 @@ class HostProcess:
         for element in self._running:
             if element.fd in ready:
                 self._report_text(element, element.read())
-        self._hear()
         self._reap()
         self._end_what_is_over(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the loop.
@@ -309,7 +308,6 @@ class HostProcess:
     def note_ends(self) -> None:
         """Note what has ended by itself: an end by SIGKILL is this process' doing."""
         self._may_begin = False
-        self._hear()
         self._reap()
         for element in [element for element in self._running if element.code is not None]:
             self._running.remove(element)
@@ -337,7 +335,9 @@ class HostProcess:
             self._fork_server = None
 
     def _reap(self) -> None:
-        codes, server = dict(collect()), self._fork_server
+        codes = dict(collect())
+        self._hear()  # after that: what has ended has said before that it begins
+        server = self._fork_server
         if server is not None and server.pid in codes:
             for element in server.died():
                 self._unstarted(element)
@@ -541,7 +541,7 @@ class ForkServer:
         self._place, self._elements = place, elements
         self._channel: socket.socket
         self._log = os.path.join(place.root, "fork_server.log")
-        self._asked: Dict[int, RunningElement] = {}  # until their end is known
+        self._asked: Dict[int, RunningElement] = {}  # until they have begun
         self._key = self._false_starts = 0
         self.obstacles: List[str] = []
         self._start()
@@ -584,23 +584,19 @@ class ForkServer:
                 self.is_ready, self.obstacles = True, message["obstacles"]
             elif kind == "begun":
                 self._false_starts = 0
-                self._asked[key].has_begun(message["pid"])
-            elif kind == "ended":
-                self._asked.pop(key).ended(message["code"])
-            else:
+                self._asked.pop(key).has_begun(message["pid"])
+            elif key in self._asked:
                 yield self._asked.pop(key), message["reason"]
 
     def died(self) -> List[RunningElement]:
         """Take leave of a process that was collected; its forks that have begun continue.
-
-        The host is their parent now.
 
         Returns:
             The elements that have not begun, and never will, the last one first.
         """
         self._channel.shutdown(socket.SHUT_RD)  # no fork begins that cannot say so
         unstarted = [element for element, _ in self.hear()]
-        unstarted += [element for element in self._asked.values() if element.pid is None]
+        unstarted += self._asked.values()
         self._asked.clear()
         self._channel.close()
         return unstarted[::-1]
@@ -661,7 +657,7 @@ class Orphans:
 
     def __init__(self) -> None:
         self._kill_at: Dict[int, float] = {}
-        self._marks: Set[FrozenSet[bytes]] = set()
+        self._marks: Set[bytes] = set()
         self._unmarked: Set[int] = set()
 
     def __bool__(self) -> bool:
@@ -672,7 +668,7 @@ class Orphans:
 
         A fork shows the environment of the fork server as long as it has started no other program.
         """
-        return not self._marks.isdisjoint([_mark_of(lease), frozenset()])
+        return bool(self._marks & {mark_of(lease), b""})
 
     def look(self, running: Sequence[Lease], groups: Set[int], now: float, grace_s: float) -> None:
         """Find those of elements whose first process has ended, and end them.
@@ -685,8 +681,8 @@ class Orphans:
             now: the time.
             grace_s: seconds from SIGTERM to SIGKILL.
         """
-        active = {_mark_of(lease) for lease in running}
-        found: Dict[int, FrozenSet[bytes]] = {}
+        active = set(map(mark_of, running))
+        found: Dict[int, bytes] = {}
         for pid in _children():
             if pid not in groups:  # the first processes are most of them
                 with suppress(OSError):  # it has ended, or is another user's
@@ -697,8 +693,7 @@ class Orphans:
         unmarked = {pid for pid, mark in found.items() if not mark}
         new, self._unmarked = unmarked - self._unmarked - set(self._kill_at), unmarked
         before, self._kill_at = self._kill_at, {}
-        trees = [[pid, *descendants(pid)] for pid in found if pid not in new]
-        for pid in [pid for tree in trees for pid in tree]:
+        for pid in [pid for top in found if top not in new for pid in (top, *descendants(top))]:
             self._kill_at[pid] = before.get(pid, now + grace_s)
             if pid not in before:
                 kill(pid, signal.SIGTERM)
@@ -712,14 +707,12 @@ def _children() -> List[int]:
         return [int(word) for word in file.read().split()]
 
 
-def _mark_in_environment(pid: int) -> FrozenSet[bytes]:
+def _mark_in_environment(pid: int) -> bytes:
     with open(f"/proc/{pid}/environ", "rb") as file:
         rows = file.read().split(b"\0")
-    return frozenset(
-        row for row in rows if row.startswith((f"{INDEX}=".encode(), f"{ATTEMPT}=".encode()))
-    )
+    return next((row for row in rows if row.startswith(f"{_MARK}=".encode())), b"")
 
 
-def _mark_of(lease: Lease) -> FrozenSet[bytes]:
-    """The mark of an element in the environment of its processes: its index and its attempt."""
-    return frozenset([f"{INDEX}={lease[0]}".encode(), f"{ATTEMPT}={lease[1]}".encode()])
+def mark_of(lease: Lease) -> bytes:
+    """The mark of an element in the environment of its processes."""
+    return f"{_MARK}={lease[0]}/{lease[1]}".encode()

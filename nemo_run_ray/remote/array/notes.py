@@ -2,10 +2,8 @@
 
 When a host has died, another process on its node ends what it has left and prints its notes::
 
-    {"sweep": [[number, tag, run_dir], ...], "forget": [run_dir, ...]}      on standard input
+    [[number, tag, run_dir], ...]                                       on standard input
     {"swept": [[number, ended, begun], ...], "remaining": "process 7"}  on standard output
-
-What is to be forgotten the driver has written down.
 """
 
 from __future__ import annotations
@@ -38,14 +36,11 @@ class Notes:
 
     def __init__(self, run_dir: str) -> None:
         self._fd = open_own(_path_of(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._is_torn = False  # the last line may have no end
 
     def add(self, row: Sequence[Any]) -> None:
         """Note that an element is about to begin (index, attempt), or how it has ended."""
-        data = ("\n" if self._is_torn else "").encode() + json.dumps(row).encode() + b"\n"
-        self._is_torn = True
         with suppress(OSError):  # a full disk: an end is reported all the same
-            self._is_torn = os.write(self._fd, data) != len(data)
+            os.write(self._fd, b"\n" + json.dumps(row).encode())  # the last line may be torn
 
 
 def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
@@ -62,7 +57,7 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
 
 
 def forget(run_dir: str) -> None:
-    """Remove the notes of a host: the driver has written down what they say."""
+    """Remove the notes of a host."""
     with suppress(FileNotFoundError):
         os.remove(_path_of(run_dir))
 
@@ -74,13 +69,12 @@ def _path_of(run_dir: str) -> str:
 def main(argv: Sequence[str]) -> None:
     """Sweep, as the module's text says."""
     command.restore_tmpdir()
-    request = json.load(sys.stdin)
-    for run_dir in request["forget"]:
-        forget(run_dir)
-    remaining = _end_all([tag for _, tag, _ in request["sweep"]])
+    rows = json.load(sys.stdin)
+    remaining = _end_all([tag for _, tag, _ in rows])
     swept = []
-    for number, _, run_dir in [] if remaining else request["sweep"]:
+    for number, _, run_dir in [] if remaining else rows:
         swept.append([number, *read_notes(run_dir)])
+        forget(run_dir)
         RunDir(run_dir).remove()
     print(json.dumps({"swept": swept, "remaining": remaining}))
 

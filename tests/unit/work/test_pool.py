@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -123,10 +122,3 @@ def test_an_executor_keeps_no_result():
         wait_for(lambda: result() is None)  # the other thread has it for a moment
     finally:
         gc.enable()
-
-
-def test_an_iterable_is_read_no_further_than_there_is_room():
-    read: list[int] = []
-    values = results(read.append(number) or number for number in itertools.count())
-    assert [next(values) for _ in range(3)] == [0, 1, 2]
-    assert len(read) <= 3 + 4

@@ -99,7 +99,6 @@ class Ray:
     cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
 
     def __init__(self) -> None:
-        self.is_full = False
         self.alive = ["one", "two"]
         self.tasks: list[Task] = []
 
@@ -126,8 +125,6 @@ class Ray:
         return {}
 
     def put(self, data: bytes) -> bytes:
-        if self.is_full:
-            raise OSError("No space left on device")
         return data
 
     def get(self, ref: object) -> object:
@@ -242,16 +239,6 @@ def test_a_line_says_what_the_first_worker_waits_for(send, monkeypatch, capsys):
     line = wait_for(lambda: capsys.readouterr().err)
     assert line.startswith("No worker is ready yet: it starts, or waits for room. Each asks for")
     assert "CPU 1; the nodes can have 2 when nothing else runs" in line
-
-
-def test_an_item_whose_function_cannot_be_stored_fails_alone(ray, make, send):
-    ray.is_full = True
-    item = Item(Function("double", b""), b"")
-    make().submit(item)
-    with pytest.raises(OSError, match="No space left"):
-        item.future.result(10)
-    ray.is_full = False
-    send()
 
 
 def test_items_that_come_while_others_are_given_up_are_not_lost(make, ray):

@@ -58,7 +58,7 @@ class Starts:
 
     def __init__(self, ray: Ray) -> None:
         self.ray = ray
-        self.sweeps: dict[str, tuple[list[int], list[str]]] = {}
+        self.sweeps: dict[str, list[int]] = {}
         self.answers: dict[str, dict[str, Any]] = {}
 
     def free(self) -> dict[str, dict[str, float]]:
@@ -69,10 +69,8 @@ class Starts:
         replica.actor = Actor(SimpleNamespace(), [replica])
         return Host(record, replica, replica.actor, slots), {"do": "prepare"}
 
-    def sweep(self, node_id: str, swept: list[HostRecord], forgotten: list[str]) -> str:
-        self.sweeps[node_id] = [record.number for record in swept], forgotten
-        if not swept:
-            self.answers[node_id] = {"swept": [], "remaining": ""}
+    def sweep(self, node_id: str, records: list[HostRecord]) -> str:
+        self.sweeps[node_id] = [record.number for record in records]
         return node_id
 
     def swept(self, node_id: str) -> dict[str, Any] | None:
@@ -139,8 +137,7 @@ class Cluster:
         rows = [[host.record.number, ended, begun] for host in hosts]
         answer = {"swept": rows, "remaining": ""}
         self.starts.answers[hosts[0].record.node_id] = answer
-        for _ in range(3):  # the notes are read, and removed
-            self.look()
+        self.look()
 
     def feed(self) -> None:
         self.driver.lease()

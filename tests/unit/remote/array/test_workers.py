@@ -108,16 +108,6 @@ def test_what_waits_on_a_host_that_is_full_begins_when_something_has_ended(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_another_error_at_a_start_is_no_lack_of_room(host, monkeypatch):
-    def fail(element: RunningElement) -> bool:
-        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
-
-    monkeypatch.setattr(host, "_begin", fail)
-    waiting(host, 0)
-    with pytest.raises(OSError, match="Message too long"):
-        host.step(set())
-
-
 def test_a_program_that_is_not_there_is_the_elements_failure(host):
     host._place.role.task.argv = ["/no/such/program"]
     waiting(host, 0)
@@ -143,35 +133,22 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed():
     server._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server._channel.setblocking(False)
     server._asked, server._key, server._false_starts = {}, 0, 3
-    ended, runs, unread = (RunningElement((0, 1), [], {}) for _ in range(3))
-    for element in (ended, runs, unread):
+    runs, unread = (RunningElement((0, 1), [], {}) for _ in range(2))
+    for element in (runs, unread):
         assert server.ask(element, {})
-    for key, pid in ((0, 7), (1, os.getpid())):
-        theirs.send(json.dumps({"at": "begun", "key": key, "pid": pid}).encode())
-    theirs.send(json.dumps({"at": "ended", "key": 0, "code": 3}).encode())
+    theirs.send(json.dumps({"at": "begun", "key": 0, "pid": 7}).encode())
     theirs.close()
 
     assert server.died() == [unread]
 
-    assert (ended.code, runs.pid, runs.code) == (3, os.getpid(), None)
-    for element in (ended, runs, unread):
+    assert runs.pid == 7
+    for element in (runs, unread):
         os.close(element.fd)
-
-
-def test_a_fork_server_that_cannot_be_started_again_says_why(monkeypatch):
-    def refuse() -> None:
-        raise OSError(errno.EAGAIN, "no process")
-
-    server = ForkServer.__new__(ForkServer)
-    server._false_starts = 0
-    monkeypatch.setattr(server, "_start", refuse)
-    why = server.restart(137)
-    assert why == f"its process cannot be started again: [Errno {errno.EAGAIN}] no process"
 
 
 def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
     """As during an execve."""
-    marked, none = host_module._mark_of((0, 1)), frozenset()
+    marked, none = host_module.mark_of((0, 1)), b""
     marks = iter([none, marked, none, none])
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(host_module, "_children", lambda: [os.getpid()])
