@@ -20,7 +20,6 @@ import time
 from typing import Any, Dict, List, Mapping
 
 PREFIX = "_NEMO_RUN_RAY_SRC_"
-STALE_S = 86400
 
 
 def received(env: Mapping[str, str], spec: Dict[str, Any]) -> bytes:
@@ -44,7 +43,7 @@ def unpack(packed: bytes, tree: str) -> None:
     os.makedirs(folder, exist_ok=True)
     for other in glob.glob(os.path.join(glob.escape(folder), ".src-*")):
         with contextlib.suppress(OSError):  # another pod was faster
-            if time.time() - os.stat(other).st_mtime > STALE_S:  # of a pod that died
+            if time.time() - os.stat(other).st_mtime > 86400:  # seconds: of a pod that died
                 shutil.rmtree(other)
     own = tempfile.mkdtemp(prefix=f".{name}.", dir=folder)
     try:

@@ -45,7 +45,7 @@ class DataMoverConfigsPatch(Patch):
             self.wrapped(LeptonExecutor, command, lambda _: _lepton_command, "0387dea68b8764e1"),
             self.wrapped(DGXCloudExecutor, command, lambda _: _script, "a4c7e92b458bf91c"),
         ]
-        if falls_back():
+        if hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS"):  # it sends what is longer file by file
             move = self.wrapped(
                 DGXCloudExecutor, "move_data", lambda _: _move_data, "6b8713a91c09a29d"
             )
@@ -54,11 +54,6 @@ class DataMoverConfigsPatch(Patch):
 
 
 PATCH = DataMoverConfigsPatch()
-
-
-def falls_back() -> bool:
-    """Whether this NeMo-Run sends file by file what is too long for one command line."""
-    return hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS")
 
 
 def _lepton_command(self: Any, local_dir_path: str, dest_path: str) -> list[str]:

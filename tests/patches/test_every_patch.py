@@ -16,7 +16,6 @@ from nemo_run.core.execution.lepton import LeptonExecutor
 from nemo_run_ray import patches
 from nemo_run_ray.errors import UnsupportedNemoRun
 from nemo_run_ray.patches import Patch
-from nemo_run_ray.patches.data_mover_configs import falls_back
 from tests import warm
 from tests.conftest import tool
 from tests.patches.dgxcloud import ID, make_executor
@@ -26,7 +25,7 @@ TARGETS: dict[str, list[tuple[Any, str]]] = {
     "data_mover_configs": [
         (LeptonExecutor, "copy_directory_data_command"),
         (DGXCloudExecutor, "copy_directory_data_command"),
-        *([(DGXCloudExecutor, "move_data")] if falls_back() else []),
+        *([(DGXCloudExecutor, "move_data")] if hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS") else []),
     ],
     "dgxcloud_exports": [
         (DGXCloudRequest, "materialize"),

@@ -152,7 +152,30 @@ class SkillsExecutor(RayExecutor):
             ConfigError: the executors are of different clusters, or one is wrong.
         """
         if len(executors) > 1:
-            executors = _as_roles(executors)
+            # Each part gets a name of its own, and what it must know of the others.
+            executors = [copy.copy(executor) for executor in executors]
+            for number, role in enumerate(executors):
+                if role.role in [other.role for other in executors[:number]]:
+                    role.role = f"{role.role}_{number}"
+            serving = [role for role in executors if role.is_serving]
+            if len(serving) == len(executors):
+                del serving[0]  # there is no client in this task: the server is its purpose
+            lines = [_SCONTROL]
+            # The first role of each of Slurm's groups.
+            for group, role in {role.het_group: role for role in reversed(executors)}.items():
+                if group is not None:
+                    lines.append(
+                        f'export SLURM_JOB_NODELIST_HET_GROUP_{group}="${_host(role)}S" '
+                        f'SLURM_MASTER_NODE_HET_GROUP_{group}="${_host(role)}"'
+                    )
+            for role in executors:
+                role.service = role in serving
+                role.startup_commands = [*role.startup_commands, *lines]
+                if not role.service:
+                    near = [
+                        other for other in serving if other.het_group == role.het_group
+                    ] or serving
+                    role.startup_commands += _of_client(role, near)
         merged: Any = super().merge(executors, num_tasks)
         for role in merged.resource_group:
             if not role.service:
@@ -240,32 +263,6 @@ _SCONTROL = "scontrol() { printf '%s\\n' \"${@:3}\" | tr , '\\n'; }; export -f s
 def _host(role: RayExecutor) -> str:
     """The variable with the address of a role's first replica."""
     return f"NEMO_RUN_{env_key(role.role)}_HOST"
-
-
-def _as_roles(executors: Sequence[SkillsExecutor]) -> list[SkillsExecutor]:
-    """The parts of a task, each with a name of its own and with what it must know of the others."""
-    roles = [copy.copy(executor) for executor in executors]
-    for number, role in enumerate(roles):
-        if role.role in [other.role for other in roles[:number]]:
-            role.role = f"{role.role}_{number}"
-    serving = [role for role in roles if role.is_serving]
-    if len(serving) == len(roles):
-        del serving[0]  # there is no client in this task: the server is its purpose
-    lines = [_SCONTROL]
-    # The first role of each of Slurm's groups.
-    for group, role in {role.het_group: role for role in reversed(roles)}.items():
-        if group is not None:
-            lines.append(
-                f'export SLURM_JOB_NODELIST_HET_GROUP_{group}="${_host(role)}S" '
-                f'SLURM_MASTER_NODE_HET_GROUP_{group}="${_host(role)}"'
-            )
-    for role in roles:
-        role.service = role in serving
-        role.startup_commands = [*role.startup_commands, *lines]
-        if not role.service:
-            near = [other for other in serving if other.het_group == role.het_group] or serving
-            role.startup_commands += _of_client(role, near)
-    return roles
 
 
 def _of_client(role: SkillsExecutor, serving: Sequence[SkillsExecutor]) -> Iterator[str]:
