@@ -270,7 +270,8 @@ class FakeRay:
         return 200, json.dumps({"job_id": name, "submission_id": name})
 
     def _nodes(self) -> list[dict]:
-        return [{"node_id": one, "state": "ALIVE"} for one in self.alive]
+        row = {"state": "ALIVE", "node_ip": "127.0.0.1", "labels": {}, "resources_total": {}}
+        return [{"node_id": one, "node_name": one, **row} for one in self.alive]
 
     def _told(self, name: str, is_log: bool) -> tuple[int, str]:
         if name not in self.rows:

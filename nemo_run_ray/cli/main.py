@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +38,6 @@ from nemo_run_ray.errors import NO_SPACE, ClusterError, ConfigError, JobError, N
 if TYPE_CHECKING:
     from nemo_run_ray.cli.status_report import StatusReport
     from nemo_run_ray.cluster_files.check import CheckRow
-    from nemo_run_ray.cluster_files.load import KeyPath
     from nemo_run_ray.clusters import LocalCluster, SlurmCluster
     from nemo_run_ray.experiment.job import Element, RemoteJob
     from nemo_run_ray.remote.fit import Node
@@ -616,14 +615,14 @@ def _row(path: str) -> dict[str, Any]:
 
 
 def _show_file(name: str, as_json: bool) -> None:
-    from nemo_run_ray.cluster_files.load import dotted, load, variables_of
+    from nemo_run_ray.cluster_files.load import dotted, leaves, load, variables_of
     from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
 
     document = check_fields_of(load(name))
     cluster_of(document)
     columns = ("key", "value", "source")
     found: list[tuple[str, Any, str]] = []
-    for path, value in _leaves(document.file.model_dump(exclude_unset=True), ()):
+    for path, value in leaves(document.file.model_dump(exclude_unset=True)):
         if path[:2] == ("cluster", "headers"):  # of which only names of variables may be seen
             value = " ".join(_VARIABLE.findall(value)) or _MASKED
         found.append((dotted(path), value, document.where(*path)))
@@ -646,14 +645,6 @@ def _show_file(name: str, as_json: bool) -> None:
     show([{**row, "source": row["source"].removeprefix(folder)} for row in rows], columns)
     for one in document.ignored:
         out.print(f"ignored: {one.key} ({one.source}): {one.reason}")
-
-
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    if not isinstance(value, dict) or not value:
-        yield path, value
-        return
-    for key, below in value.items():
-        yield from _leaves(below, (*path, key))
 
 
 def init(
@@ -720,17 +711,13 @@ VERBS: dict[str, Callable[..., Any]] = {
 
 def ns(context: typer.Context) -> None:
     """Run a command of NeMo-Skills (`ns generate …`), whose tasks run on Ray."""
-    if context.args in ([], ["--help"]) and _skills_command() is None:
-        out.print(_NS_HELP)
-    else:
-        run_ns(context.args)
-
-
-def run_ns(arguments: Sequence[str]) -> object:
-    """Run NeMo-Skills' own command in this process, with its patch."""
     from nemo_run_ray import patches
 
-    command = _skills_command()
+    commands = entry_points(group="console_scripts", name="ns")
+    command = next((one for one in commands if one.value.startswith("nemo_skills.")), None)
+    if command is None and context.args in ([], ["--help"]):
+        out.print(_NS_HELP)
+        return
     if command is None:
         raise ConfigError(
             "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "
@@ -738,14 +725,8 @@ def run_ns(arguments: Sequence[str]) -> object:
         )
     patches.apply("skills_executor")
     app = command.load()
-    sys.argv = ["ns", *arguments]
-    return app()
-
-
-def _skills_command() -> EntryPoint | None:
-    """NeMo-Skills' own command, if it is installed."""
-    found = entry_points(group="console_scripts", name="ns")
-    return next((one for one in found if one.value.startswith("nemo_skills.")), None)
+    sys.argv = ["ns", *context.args]
+    app()
 
 
 def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,13 +71,7 @@
     if (number !== pointed) { pointed = number; show(); }
   };
 
-  // One row can be reached with Tab; the arrows go on from there.
-  const reachable = (number) => anchors.forEach((anchor, one) => {
-    anchor.tabIndex = one === number ? 0 : -1;
-  });
   const move = (number) => {
-    if (number === undefined) return;
-    reachable(number);
     anchors[number].focus({ preventScroll: true });
     reveal(number);
   };
@@ -96,7 +90,6 @@
     picked = named();
     if (picked !== null) {
       if (rows[picked].hidden) { search.value = ""; only.checked = false; filter(); }
-      reachable(picked);
       reveal(picked, innerHeight / 3);
     }
     show();
@@ -118,43 +111,13 @@
     const shown = rows.filter((row) => !row.hidden).length;
     find(".shown").textContent = shown < rows.length ? `${shown} of ${rows.length} shown` : "";
     find(".nothing").hidden = shown > 0;
-    const first = rows.findIndex((row) => !row.hidden);
-    if (!anchors.some((anchor, number) => anchor.tabIndex === 0 && !rows[number].hidden)) {
-      reachable(first);
-    }
     if (drawsAll) draw(".all", after.flatMap((numbers, row) => numbers.map((one) => [one, row])));
     show();
   };
 
   const keys = (event) => {
-    if (event.altKey || event.ctrlKey || event.metaKey) return;
-    if (event.key === "Escape") {
-      if (event.target === search && search.value) { search.value = ""; filter(); } else close();
-    } else if (event.key === "/" && event.target !== search) {
-      event.preventDefault();
-      search.focus();
-    } else if (event.target.closest?.(".rows") || (event.target === search && event.key === "ArrowDown")) {
-      const shown = rows.map((_, number) => number).filter((number) => !rows[number].hidden);
-      const at = shown.indexOf(anchors.indexOf(event.target));
-      const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: shown.length - 1 }[event.key];
-      if (to !== undefined) { event.preventDefault(); move(shown[to]); }
-    }
-  };
-
-  // The time under the pointer.
-  const axis = find(".axis .lane");
-  const line = element("line", { class: "cursor-line", y1: 0, y2: "100%" });
-  const clock = element("text", { class: "cursor", y: 18 });
-  const time = (event) => {
-    const { left, width } = axis.getBoundingClientRect();
-    const share = (event.clientX - left) / width;
-    const isInside = share >= 0 && share <= 1 && event.target.closest("main") !== null;
-    if (!isInside) { line.remove(); clock.remove(); return; }
-    const at = Number(axis.dataset.start) + share * Number(axis.dataset.span);
-    clock.textContent = new Date(at * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC";
-    [["x1", line], ["x2", line], ["x", clock]].forEach(([key, one]) => one.setAttribute(key, `${share * 100}%`));
-    find(".under").append(line);
-    axis.append(clock);
+    if (event.key !== "Escape") return;
+    if (event.target === search && search.value) { search.value = ""; filter(); } else close();
   };
 
   find(".tools").hidden = false;
@@ -164,11 +127,9 @@
   find("main").addEventListener("pointerleave", () => point());
   find("main").addEventListener("focusin", point);
   find("main").addEventListener("focusout", () => point());
-  document.addEventListener("pointermove", time);
   document.addEventListener("keydown", keys);
   addEventListener("hashchange", pick);
   addEventListener("load", pick); // an open panel changes the head's height
-  reachable(0);
   filter();
   pick();
   document.documentElement.dataset.ready = "true";

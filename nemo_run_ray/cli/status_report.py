@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -283,12 +283,15 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
     start = min(moments)
     span_s = max(1.0, max(moments) - start)
 
-    def x(at: float) -> float:
+    def x(at: float, most: float = 100.0) -> float:
         """The place of a moment, in percent of the axis."""
-        return min(100.0, max(0.0, (at - start) / span_s * 100))
+        return min(most, max(0.0, (at - start) / span_s * 100))
 
-    jobs = _jobs(rows, x, began_at, start + span_s)
-    counts = Counter(job["state"] for job in jobs)
+    def place(begin: float, end: float) -> tuple[str, str]:
+        """Left edge and width of a bar, which can be seen whatever its length."""
+        left = x(begin, 100 - _BAR_MIN)
+        return f"{left:.2f}%", f"{max(_BAR_MIN, x(end) - left):.2f}%"
+
     step = next(step for step in _STEPS_S if span_s / step <= _TICKS_MAX)
     ticks = [number * step for number in range(int(span_s / step) + 1)]
     style, script = (
@@ -305,6 +308,7 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {"utc": utc, "duration": length, "sha256": _sha256, "outcome": _outcome}
+    environment.filters["x"] = lambda at: f"{x(at):.2f}%"
     return environment.get_template("page.html.jinja").render(
         has_all_links=len(rows) <= ALL_LINKS_MAX,
         style=style,
@@ -313,18 +317,16 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
         is_live=is_live,
         began_at=began_at,
         now=now,
-        counts=sorted(counts.items()),
         start_s=start,
         span_s=span_s,
-        ticks=[(_percent(x(start + at)), at) for at in ticks],
-        jobs=jobs,
+        ticks=ticks,
+        place=place,
+        jobs=_jobs(rows, began_at, start + span_s),
     )
 
 
-def _jobs(
-    rows: Sequence[Row], x: Callable[[float], float], began_at: float, end: float
-) -> list[dict[str, Any]]:
-    """The rows as the template takes them: with places on the axis, and links to each other."""
+def _jobs(rows: Sequence[Row], began_at: float, end: float) -> list[dict[str, Any]]:
+    """The rows as the template takes them: with their bars, and links to each other."""
     numbers = {row["job"]: number for number, row in enumerate(rows)}
     jobs: list[dict[str, Any]] = []
     #: Of each job the end of its last bar; ``None`` for one that has none.
@@ -351,13 +353,10 @@ def _jobs(
         # It waits for others until the last of them has ended.
         ready_at = max([began_at, *(ends[above] or began_at for above in job["above"])])
         attempts = job["attempts"]
-        first_at = attempts[0]["posted"] if attempts else ends[number] or ready_at
+        job["first"] = attempts[0]["posted"] if attempts else ends[number] or ready_at
         # A job below that was cancelled with this one has its mark where this one's is.
-        ends[number] = end_at = ends[number] or ready_at
-        job["took"] = length(end_at - first_at) if attempts else ""
-        job["first_x"], job["end_x"] = _percent(x(first_at)), _percent(x(end_at))
-        is_live = _is_live(rows[number])
-        job["bars"] = _bars(job, x, began_at, ready_at, first_at, end if is_live else None)
+        ends[number] = job["end"] = ends[number] or ready_at
+        job["bars"] = _bars(job, began_at, ready_at, end if _is_live(rows[number]) else None)
         job["runs_after"] = [*(jobs[above] for above in job["above"]), *job["strangers"]]
         for above in job["above"]:
             jobs[above]["needed_by"].append(job)
@@ -375,53 +374,37 @@ def _with_moments(attempt: Row, end: float) -> dict[str, Any]:
 
 
 def _bars(
-    job: Row,
-    x: Callable[[float], float],
-    began_at: float,
-    ready_at: float,
-    first_at: float,
-    live_until: float | None,
-) -> list[dict[str, str]]:
-    """All bars of a job, in order. Every attempt has one, perhaps of no length."""
-    bars: list[dict[str, str]] = []
-    attempts = job["attempts"]
-
-    def add(kind: str, height: str, start: float, end: float, tip: str) -> None:
-        left = min(x(start), 100 - _BAR_MIN)
-        place = {"x": _percent(left), "width": _percent(max(_BAR_MIN, x(end) - left))}
-        bars.append({"kind": kind, "height": height, "tip": tip, **place})
-
-    def wait(start: float, end: float, text: str, kind: str = "waiting") -> None:
-        if start < end:
-            add(kind, "low", start, end, f"{text}: {_span(start, end)}")
-
+    job: Row, began_at: float, ready_at: float, live_until: float | None
+) -> list[tuple[str, float, float, str]]:
+    """All bars of a job, in order: kind, begin, end and a text. Every attempt has one."""
+    attempts, last = job["attempts"], job["first"]
+    waits: list[tuple[str, float, float, str]] = []
     if attempts or live_until:
-        wait(min(began_at, first_at), min(ready_at, first_at), "waiting for other jobs", "early")
-        wait(min(ready_at, first_at), first_at, "waiting for its turn")
-    last = first_at
+        ready_at = min(ready_at, last)
+        waits.append(("early", min(began_at, last), ready_at, "waiting for other jobs"))
+        waits.append(("waiting", ready_at, last, "waiting for its turn"))
+    bars = [bar for bar in waits if bar[1] < bar[2]]
     for number, attempt in enumerate(attempts, start=1):
         posted, running, ended = attempt["posted"], attempt["running"], attempt["ended"]
         state = attempt["state"]
         which = f"attempt {number} of {len(attempts)}: {_outcome(attempt)}"
-        wait(last, posted, "waiting for the next attempt")
+        if last < posted:
+            bars.append(("waiting", last, posted, "waiting for the next attempt"))
         if posted < running or state == "PENDING":
-            tip = f"pending: {_span(posted, running)}\n{which}"
-            add(f"pending {state.lower()}", "full", posted, running, tip)
+            bars.append((f"pending {state.lower()}", posted, running, f"{which}\npending"))
         if running < ended or state != "PENDING":
             text = "running" if attempt["running_at"] else "running, start not seen"
-            tip = f"{text}: {_span(running, ended)}\n{which}"
-            add(f"running {state.lower()}", "full", running, ended, tip)
+            bars.append((f"running {state.lower()}", running, ended, f"{which}\n{text}"))
         last = ended
-    if live_until:
-        wait(last, live_until, "waiting after its last attempt")
+    if live_until and last < live_until:
+        bars.append(("waiting", last, live_until, "waiting after its last attempt"))
     total = sum(job.get(state, 0) for state in ELEMENT_STATES)
     if total and attempts:  # an array has a band below the bar of its last attempt
-        at, end = attempts[-1]["running"], attempts[-1]["ended"]
-        per_element = (end - at) / total
+        at, per_element = attempts[-1]["running"], (last - attempts[-1]["running"]) / total
         for state in ELEMENT_STATES:
             if count := job[state]:
-                tip = f"{count} of {total} elements: {state}"
-                add(f"element {state}", "band", at, at + count * per_element, tip)
+                text = f"{count} of {total} elements: {state}"
+                bars.append((f"element {state}", at, at + count * per_element, text))
                 at += count * per_element
     return bars
 
@@ -439,10 +422,6 @@ def _said(state: str, why: str) -> str:
     return f"{word}: {why}" if why and why.lower() != word else word
 
 
-def _span(start: float, end: float) -> str:
-    return f"{length(end - start)}\n{utc(start)} to {utc(end)}"
-
-
 def length(seconds: float) -> str:
     """A length of time in at most two units: ``3.2s``, ``1m 5s``, ``2h``, ``3d 4h``."""
     if seconds < 9.95:
@@ -456,10 +435,6 @@ def length(seconds: float) -> str:
 
 def utc(at: float) -> str:
     return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _percent(x: float) -> str:
-    return f"{x:.2f}%"
 
 
 def _clean(value: object) -> object:

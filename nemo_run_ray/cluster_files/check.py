@@ -78,21 +78,16 @@ def look(
         asks: before a start, what one replica of each task asks for, by a name for people; then
             pools do not matter.
     """
-    return check(inspect(dashboard), document, asks)
+    return list(check(inspect(dashboard), document, asks))
 
 
 def check(
     look: Inspection,
     document: Document | None = None,
     asks: Mapping[str, ResourceRequest] | None = None,
-) -> list[CheckRow]:
-    """The rows about one look; a pure function. See ``look``."""
-    return list(_rows(look, document or Document(Path(), {}), asks))
-
-
-def _rows(
-    look: Inspection, document: Document, asks: Mapping[str, ResourceRequest] | None
 ) -> Iterator[CheckRow]:
+    """The rows about one look; a pure function. See ``look``."""
+    document = document or Document(Path(), {})
     file, nodes = document.file, look.nodes
     preflight = file.preflight
     if look.unreachable:
@@ -114,8 +109,30 @@ def _rows(
     elif asks is None:
         asks = pool_asks(document)
     if not only_required:
-        yield _ray(look.version, any(ask.selector for ask in asks.values()))
-        yield _python(look.python)
+        if not look.version:
+            yield CheckRow("Ray", UNKNOWN, "The cluster does not tell its version of Ray.")
+        elif version_of(look.version) >= SELECTORS_SINCE:
+            yield CheckRow("Ray", OK, f"The cluster runs Ray {look.version}.")
+        else:
+            yield CheckRow(
+                "Ray",
+                BROKEN if any(ask.selector for ask in asks.values()) else WARNING,
+                f"The cluster runs Ray {look.version}; label selectors need 2.54 or newer.",
+                "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
+            )
+        head, here = ".".join(look.python.split(".")[:2]), "{}.{}".format(*sys.version_info)
+        if not head:
+            yield CheckRow("Python", UNKNOWN, "The cluster does not tell its version of Python.")
+        elif head == here:
+            yield CheckRow("Python", OK, f"The head and this client have Python {head}.")
+        else:
+            yield CheckRow(
+                "Python",
+                WARNING,
+                f"The head has Python {head}, this client {here}; a run.Partial is made by one and "
+                "run by the other.",
+                "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
+            )
     labels = {f"label {one.key}={one.value}": one for one in preflight.required_labels}
     totals = {f"total {name}": name for name in sorted(preflight.min_resources)}
     if nodes is None:
@@ -160,35 +177,6 @@ def _rows(
             yield CheckRow(name, UNKNOWN, message, f"nemo-run-ray doctor --address {pool.address}")
         else:
             yield _room(name, ask, nodes)
-
-
-def _ray(version: str, has_selectors: bool) -> CheckRow:
-    if not version:
-        return CheckRow("Ray", UNKNOWN, "The cluster does not tell its version of Ray.")
-    if version_of(version) >= SELECTORS_SINCE:
-        return CheckRow("Ray", OK, f"The cluster runs Ray {version}.")
-    return CheckRow(
-        "Ray",
-        BROKEN if has_selectors else WARNING,
-        f"The cluster runs Ray {version}; label selectors need 2.54 or newer.",
-        "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
-    )
-
-
-def _python(there: str) -> CheckRow:
-    """Python on the head against the client's, by which Partials are made."""
-    if not there:
-        return CheckRow("Python", UNKNOWN, "The cluster does not tell its version of Python.")
-    head, here = ".".join(there.split(".")[:2]), "{}.{}".format(*sys.version_info)
-    if head == here:
-        return CheckRow("Python", OK, f"The head and this client have Python {head}.")
-    return CheckRow(
-        "Python",
-        WARNING,
-        f"The head has Python {head}, this client {here}; a run.Partial is made by one and run by "
-        "the other.",
-        "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
-    )
 
 
 def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:

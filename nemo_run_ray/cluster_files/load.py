@@ -132,16 +132,20 @@ def load(name: str) -> Document:
     """
     path, profile = find(name)
     document = read(path)
-    if not document.values:
-        raise ConfigError(
-            f"The cluster file {path} is empty; expected keys with values, such as `cluster:`."
-        )
     reader = _reader_of(document, profile)
     if reader is not None:
         document = reader.read(document, profile, os.environ)
     else:
         document = replace(document, values=_filled(document.values, (), document))
-    document = replace(document, name=name, file=_parse(document))
+    try:
+        document = replace(document, name=name, file=ClusterFile.model_validate(document.values))
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            # pydantic adds the member of a union behind the key that has the union's type.
+            place = tuple(part for part in problem["loc"] if part not in _MEMBERS)
+            problems.append(str(document.refuse(place, _problem(problem, place))))
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
     _check(document)
     return document
 
@@ -159,7 +163,7 @@ def _reader(number: int) -> Any:
 
 def _reader_of(document: Document, profile: str | None) -> Any:
     """The reader of another project's file; ``None`` for one of ours."""
-    readers = map(_reader, range(len(_READERS)))
+    readers = (_reader(number) for number in range(len(_READERS)))
     return next((reader for reader in readers if reader.matches(document, profile)), None)
 
 
@@ -196,12 +200,12 @@ def read(path: Path) -> Document:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{where}: {getattr(error, 'problem', error)}.") from error
-    if not isinstance(values or {}, dict):
+    if not isinstance(values, dict) or not values:  # one that is being written is empty
+        found = f"a {type(values).__name__}" if values else "nothing"
         raise ConfigError(
-            f"The cluster file {path} holds a {type(values).__name__}; expected keys with values, "
-            "such as `cluster:`."
+            f"The cluster file {path} holds {found}; expected keys with values, such as `cluster:`."
         )
-    return Document(path, values or {}, {key: f"{path}:{line}" for key, line in lines.items()})
+    return Document(path, values, {key: f"{path}:{line}" for key, line in lines.items()})
 
 
 def _note_lines(node: yaml.Node | None, path: KeyPath, lines: dict[KeyPath, int]) -> None:
@@ -215,9 +219,10 @@ def _note_lines(node: yaml.Node | None, path: KeyPath, lines: dict[KeyPath, int]
         below = [(number, value, value) for number, value in enumerate(node.value)]
     for name, key, value in below:
         place, line = (*path, name), key.start_mark.line + 1
-        if lines.setdefault(place, line) != line:
+        if place in lines:
             problem = f"{dotted(place)} is given twice, first in line {lines[place]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        lines[place] = line
         _note_lines(value, place, lines)
 
 
@@ -268,18 +273,6 @@ def _filled(value: Any, path: KeyPath, document: Document) -> Any:
     raise document.refuse(path, problem)
 
 
-def _parse(document: Document) -> ClusterFile:
-    try:
-        return ClusterFile.model_validate(document.values)
-    except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            # pydantic adds the member of a union behind the key that has the union's type.
-            path = tuple(part for part in problem["loc"] if part not in _MEMBERS)
-            problems.append(str(document.refuse(path, _problem(problem, path))))
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
-
-
 def _problem(error: Any, path: KeyPath) -> str:
     found = f"found a {type(error['input']).__name__}."  # a value may be a credential
     if path == ("cluster", "token"):
@@ -317,21 +310,22 @@ def _check(document: Document) -> None:
         if not _FORWARDED.fullmatch(pattern):
             problem = f"{pattern!r} may be your whole environment; expected NAME or NAME_*."
             raise document.refuse(("env", "forward", number), problem)
-    for path, table in _tables(document.values, ()):
-        for name in credentials_in(table) if path[-1:] in _VARIABLES else ():
+    for path, value in leaves(document.values):
+        if path[-2:-1] in _VARIABLES and credentials_in({str(path[-1]): value}):
             raise document.refuse(
-                (*path, name),
+                path,
                 "this looks like a credential, and the file is read by others. Put the value "
-                f"into the variable {name} of your environment, and the name under `secrets:`.",
+                f"into the variable {path[-1]} of your environment, and the name under `secrets:`.",
             )
 
 
-def _tables(table: dict[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    """All tables of a file."""
-    yield path, table
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _tables(value, (*path, name))
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value of a file that is no table, with its key's path; a list is one value."""
+    if not isinstance(value, dict) or not value:
+        yield path, value
+        return
+    for key, below in value.items():
+        yield from leaves(below, (*path, key))
 
 
 # ---------------------------------------------------------------------- values of variables

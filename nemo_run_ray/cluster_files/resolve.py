@@ -95,7 +95,17 @@ def resolve(executor: RayExecutor) -> RayExecutor:
             f"`nemo-run-ray clusters {name}` says why."
         )
     values = values_of(executor, document)
-    values |= _variables(executor, document, values["env_vars"])
+    # A name that the code has as a variable, or as a secret, is not the other too.
+    clear, secrets = variables_of(document)
+    clear |= values["env_vars"]
+    of_code = {*values["env_vars"], *(executor.runtime_env.get("env_vars") or ())}
+    secrets = [*executor.secrets, *(name for name in secrets if name not in of_code)]
+    values["secrets"] = list(dict.fromkeys(secrets))
+    values["env_vars"] = {
+        name: value
+        for name, value in clear.items()
+        if name in executor.env_vars or name not in secrets
+    }
     for field, value in values.items():
         setattr(found, field, value)
     found.cluster = cluster_of(document, executor.pool)
@@ -218,21 +228,6 @@ def values_of(executor: RayExecutor, document: Document) -> dict[str, Any]:
     if executor.preflight is None:
         values["preflight"] = file.preflight.enabled
     return values
-
-
-def _variables(
-    executor: RayExecutor, document: Document, env_vars: Mapping[str, str]
-) -> dict[str, Any]:
-    """``env_vars`` and ``secrets``; a name that the code has as one is not the other too."""
-    clear, secrets = variables_of(document)
-    of_code = {*env_vars, *(executor.runtime_env.get("env_vars") or ())}
-    secrets = [*executor.secrets, *(name for name in secrets if name not in of_code)]
-    clear = {
-        name: value
-        for name, value in {**clear, **env_vars}.items()
-        if name in executor.env_vars or name not in secrets
-    }
-    return {"env_vars": clear, "secrets": list(dict.fromkeys(secrets))}
 
 
 def check_fields_of(document: Document) -> Document:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import random
 import re
 import ssl
 import threading
@@ -17,13 +18,6 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception_type,
-    stop_before_delay,
-    wait_random_exponential,
-)
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.clusters.base import interrupted
@@ -67,7 +61,9 @@ _LASTING = {
     "^the answer": "Is it a Ray dashboard, and does a proxy before it compress?",
 }
 #: A proxy's address.
-_PROXY = re.compile(r"https?://([^@/]*:[^@/]*@)?([\w.-]+|\[[\w.:]+\])(:\d{0,5})?/?", re.ASCII)
+_PROXY = re.compile(
+    r"https?://([^@/]*:[^@/]*@)?([\w.-]+|\[[\w.:]+\])(:\d{0,4}|:[1-6]\d{4})?/?", re.ASCII
+)
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
@@ -103,8 +99,7 @@ class Cached(Generic[_T]):
                 except NemoRunRayError as error:
                     self._answer.set_exception(error)
                     self._asked_at = time.monotonic()  # it may have taken long to fail
-                except BaseException as error:  # Ctrl-C is no answer for the next caller
-                    self._answer.set_exception(error)
+                except BaseException:  # Ctrl-C is no answer for the next caller
                     self.forget()
                     raise
             return self._answer.result()
@@ -121,16 +116,9 @@ class Http:
         #: The proxy of every request and every WebSocket.
         self.proxy = None if dashboard.is_loopback else proxy_of(dashboard.url)
         self._tls = tls(dashboard.verify)
-        #: Transports without a request. Each has one connection, so that a request can be given up.
-        #: They follow no redirect, and log nothing: NeMo-Run would show each request.
-        self._idle: list[httpx.HTTPTransport] = []
 
     def request(
-        self,
-        method: str,
-        path: str,
-        limit_s: float = READ_S,
-        **content: Any,
+        self, method: str, path: str, limit_s: float = READ_S, **content: Any
     ) -> httpx.Response:
         """The answer to one request, whatever it is.
 
@@ -145,13 +133,11 @@ class Http:
             Unreachable: no answer can ever come.
             ClusterError: Ctrl-C has ended the wait.
         """
-        transport = self._transport()
         try:
-            response = self._send(transport, method, path, limit_s, _read, **content)
+            with self._answer(method, path, limit_s, **content) as response:
+                return response
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
-        self._idle.append(transport)
-        return response
 
     def get(
         self, path: str, may_be_absent: bool = False, limit_s: float = READ_S
@@ -171,10 +157,9 @@ class Http:
             raise self.not_ray(response)
         return response
 
-    @contextlib.contextmanager
     def stream(
-        self, path: str, limit_s: float, params: dict[str, str] | None = None
-    ) -> Iterator[httpx.Response]:
+        self, path: str, limit_s: float, params: dict[str, str]
+    ) -> contextlib.AbstractContextManager[httpx.Response]:
         """The answer to a question, to be read piece by piece. Raises what httpx raises.
 
         Args:
@@ -182,26 +167,17 @@ class Http:
             limit_s: seconds until the answer begins, and from one piece to the next.
             params: of the request.
         """
-        with contextlib.closing(self._transport()) as transport:
-            yield self._send(transport, "GET", path, limit_s, _as_it_is, params=params)
+        return self._answer("GET", path, limit_s, is_stream=True, params=params)
 
-    def _transport(self) -> httpx.HTTPTransport:
-        with contextlib.suppress(IndexError):
-            return self._idle.pop()
-        return httpx.HTTPTransport(verify=self._tls, proxy=self.proxy, trust_env=False)
+    @contextlib.contextmanager
+    def _answer(
+        self, method: str, path: str, limit_s: float, is_stream: bool = False, **content: Any
+    ) -> Iterator[httpx.Response]:
+        """The answer, by a thread that can be left, as long as its connection stands.
 
-    def _send(
-        self,
-        transport: httpx.HTTPTransport,
-        method: str,
-        path: str,
-        limit_s: float,
-        read: Callable[[httpx.Response], httpx.Response],
-        **content: Any,
-    ) -> httpx.Response:
-        """The answer, by a thread that can be left.
-
-        The time limits of sockets begin anew with every byte, and no signal reaches a thread.
+        The time limits of sockets begin anew with every byte, and no signal reaches a thread. Each
+        request has a connection of its own, so that it can be given up. The transport follows no
+        redirect, and logs nothing: NeMo-Run would show each request.
         """
         limits = {"connect": CONNECT_S, "read": limit_s, "write": limit_s, "pool": limit_s}
         request = httpx.Request(
@@ -212,6 +188,7 @@ class Http:
             extensions={"timeout": limits},
             **content,
         )
+        transport = httpx.HTTPTransport(verify=self._tls, proxy=self.proxy, trust_env=False)
         answer: Future[httpx.Response] = Future()
         is_left = threading.Event()
 
@@ -219,7 +196,11 @@ class Http:
             try:
                 response = transport.handle_request(request)
                 response.request = request
-                answer.set_result(read(response))
+                encoding = response.headers.get("content-encoding", "identity")
+                if encoding.lower() != "identity":
+                    cause = f"the answer is encoded ({encoding}), which was not asked for"
+                    raise httpx.DecodingError(cause)
+                answer.set_result(response if is_stream else _whole(response))
             except BaseException as error:
                 answer.set_exception(error)
             finally:
@@ -237,11 +218,10 @@ class Http:
                 wait([answer], _NOTICE_S)
                 if time.monotonic() > deadline and not answer.done():
                     raise httpx.ReadTimeout(f"timed out after {limit_s:g} s")
-            return answer.result()
-        except BaseException:
+            yield answer.result()
+        finally:
             is_left.set()
             transport.close()  # ends the thread at the next byte, or at its socket's time limit
-            raise
 
     def url(self, path: str) -> str:
         return f"{self.dashboard.url}{path}"
@@ -256,11 +236,6 @@ class Http:
             return parse(response.json())
         except MALFORMED as error:
             raise self.not_ray(response) from error
-
-    def close(self) -> None:
-        for transport in self._idle:
-            transport.close()
-        self._idle.clear()
 
     # ------------------------------------------------------------------ translation of failures
 
@@ -326,21 +301,18 @@ def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
         patience_s: seconds.
         what: the object of the wait, for a line that says it; empty where somebody else does.
     """
-    backoff = wait_random_exponential(multiplier=0.2, max=3)
-
-    def pause_s(state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        return max(backoff(state), getattr(error, "after_s", 0.0))
-
-    attempts = Retrying(
-        sleep=pause,
-        retry=retry_if_exception_type(Unanswered),
-        stop=stop_before_delay(patience_s),
-        wait=pause_s,
-        reraise=True,
-    )
+    deadline = time.monotonic() + patience_s
     with waiting_for(what) if what and patience_s > 0 else contextlib.nullcontext():
-        return attempts(ask)
+        most_s = 0.2
+        while True:
+            try:
+                return ask()
+            except Unanswered as error:
+                pause_s = max(random.uniform(0, most_s), error.after_s)
+                if time.monotonic() + pause_s >= deadline:
+                    raise
+            pause(pause_s)
+            most_s = min(2 * most_s, 3.0)
 
 
 @contextlib.contextmanager
@@ -381,29 +353,19 @@ def pause(seconds: float) -> None:
         check_interrupted("the cluster's next answer")
 
 
-def _as_it_is(response: httpx.Response) -> httpx.Response:
-    encoding = response.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        response.close()
-        raise httpx.DecodingError(f"the answer is encoded ({encoding}), which was not asked for")
-    return response
-
-
-def _read(response: httpx.Response) -> httpx.Response:
+def _whole(response: httpx.Response) -> httpx.Response:
     """An answer with its content, if it is not too large."""
-    pieces, size = [], 0
-    with contextlib.closing(_as_it_is(response)):
+    content = bytearray()
+    with contextlib.closing(response):
         for piece in response.iter_raw():
-            pieces.append(piece)
-            size += len(piece)
-            if size > ANSWER_MAX_BYTES:
-                raise httpx.DecodingError(
-                    f"the answer has more than {ANSWER_MAX_BYTES / 1024**2:.0f} MiB"
-                )
+            content += piece
+            if len(content) > ANSWER_MAX_BYTES:
+                limit = f"{ANSWER_MAX_BYTES / 1024**2:.0f} MiB"
+                raise httpx.DecodingError(f"the answer has more than {limit}")
     return httpx.Response(
         response.status_code,
         headers=response.headers,
-        content=b"".join(pieces),
+        content=bytes(content),
         request=response.request,
     )
 
@@ -414,18 +376,13 @@ def proxy_of(url: str) -> str | None:
     Raises:
         ConfigError: the proxy cannot be used.
     """
-    front = urlsplit(url)
-    if proxy_bypass(front.netloc) or proxy_bypass(front.hostname or ""):
-        return None
-    proxies = getproxies()
+    front, proxies = urlsplit(url), getproxies()
     name = next((name for name in (front.scheme, "all") if name in proxies), None)
-    if name is None:
+    if name is None or proxy_bypass(front.netloc) or proxy_bypass(front.hostname or ""):
         return None
-    given = proxies[name]
-    address = given if "://" in given else f"http://{given}"
-    with contextlib.suppress(ValueError):  # of a port that is too large
-        if _PROXY.fullmatch(address) and urlsplit(address).port != 0:
-            return address
+    address = proxies[name] if "://" in proxies[name] else f"http://{proxies[name]}"
+    if _PROXY.fullmatch(address):
+        return address
     variable = f"{name}_proxy"
     raise ConfigError(
         f"The variable {variable if variable in os.environ else variable.upper()} names a proxy "

@@ -2,39 +2,51 @@
 
 Every request has a time limit. Requests that can be repeated without harm are, with back-off and
 jitter; the one that starts a job is not: its sender decides (``experiment/dispatch.py``).
+
+A log comes by the Jobs API as it grows, and by the state API as it is now. The agent of a node that
+is asked for a log by the Jobs API starts a job manager, which writes over the exit codes of jobs
+that fail at this moment (``remote/end_record.py``). The state API starts none, but a stream of it
+continues in the agent for ever when its reader is gone (Ray 2.60).
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
+import httpx
+from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.http import SLOW_S, Cached, Http, repeat
-from nemo_run_ray.dashboard.logs import LogStream
+from nemo_run_ray.clusters.base import text_of
+from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Cached, Http, repeat, tls
 from nemo_run_ray.dashboard.state import AliveNodes, StateApi
 from nemo_run_ray.errors import (
     ClusterError,
+    JobError,
     JobRefused,
+    StreamCut,
     SubmissionError,
     Taken,
-    TooOld,
+    Unanswered,
     Unauthorised,
     Unreachable,
 )
-from nemo_run_ray.fields import version_of
-from nemo_run_ray.remote.dashboard import is_passing, last_line, refuses_job
+from nemo_run_ray.remote.dashboard import LOG_FILE, is_passing, last_line, log_query, refuses_job
 from nemo_run_ray.remote.end_record import LostEnds
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.spec import JobRow, JobRows, job_row, job_rows
-from nemo_run_ray.remote.status import is_active, is_pending, is_running
+from nemo_run_ray.remote.status import JobState, is_active, is_pending, is_running, state_of_row
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
@@ -53,7 +65,35 @@ _WAKE_AGAIN_S = 20.0
 _PENDING_LONG_S = 30.0
 #: A label that Ray's job manager refuses after it has looked at all jobs, before it takes the id.
 _REFUSED_LABEL = {"no label": "wake"}
+#: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
+_MESSAGE_MAX_BYTES = 8 * 1024**2
+#: Seconds that a log stream gets for its close. Ray reads nothing on that socket and never answers.
+_CLOSE_S = 0.1
+#: Seconds of a log stream's silence until the job is looked at, from the first time on which an
+#: unanswered look counts, and until the stream is given up. On a busy head a stream may stand
+#: still, and NeMo-Run waits for a log only until 10 s after the job's end (0.12).
+_LOOK_S, _UNANSWERED_S, _SILENCE_MAX_S = 5.0, 15.0, 300.0
+#: Seconds from one look to the next at a job whose stream has not begun: it may never start.
+_BEGIN_S = 1.0
+#: Seconds that the state API may take for all of a log.
+_READING_MAX_S = "86400"
+#: Answers of a front that passes the Jobs API on and not the state API.
+_CLOSED = {401, 403, 404, 405, 501}
 _T = TypeVar("_T")
+
+
+class _Refused(Exception):
+    """The status of another answer than a WebSocket."""
+
+
+class _Connection(ClientConnection):
+    """One that is never redirected: ``connect`` would take headers along to another origin."""
+
+    def handshake(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().handshake(*args, **kwargs)
+        except InvalidStatus as error:
+            raise _Refused(error.response.status_code) from error
 
 
 class JobsApi:
@@ -61,7 +101,6 @@ class JobsApi:
 
     Attributes:
         dashboard: its address.
-        logs: the logs of its jobs.
         state: what it tells beside the jobs.
     """
 
@@ -74,7 +113,6 @@ class JobsApi:
         self._table = Cached(self._rows, TABLE_AGE_S)
         self.state = StateApi(self._http)
         self._ends = LostEnds(self.state.log_end)
-        self.logs = LogStream(self._http, self.job, dashboard.earlier.log)
         self._orphans_sought_at = -math.inf
         self._woken_at = 0.0
 
@@ -96,32 +134,12 @@ class JobsApi:
             Unreachable: no answer, or not a Ray dashboard's.
             Unauthorised: other credentials are wanted.
         """
-
-        def ask() -> dict[str, str]:
-            return self._http.read(self._http.get("/api/version"), _version)
-
-        found = repeat(ask, patience_s, f"the dashboard {self.dashboard.url}")
+        what = f"the dashboard {self.dashboard.url}"
+        answer = repeat(lambda: self._http.get("/api/version"), patience_s, what)
+        found = self._http.read(answer, _version)
         # Some dashboards tell any client their version; what a submission needs is the job table.
         self.table(patience_s=patience_s)
         return found
-
-    def require(self, version: str, selector_since: tuple[int, int] | None) -> None:
-        """Check that this Ray can do what a job asks for.
-
-        Args:
-            version: of the cluster's Ray.
-            selector_since: first version that knows the job's label selectors, if it has any.
-
-        Raises:
-            TooOld: it cannot; the message names the feature and the first version that has it.
-        """
-        if selector_since is not None and version_of(version) < selector_since:
-            needed = ".".join(map(str, selector_since))
-            raise TooOld(
-                "Choosing nodes by RayExecutor.label_selector, or by strategy in a group, needs "
-                f"Ray {needed} or newer; the cluster at {self.dashboard.url} runs {version}. "
-                "Upgrade it, or use resources_per_node with a custom resource of these nodes."
-            )
 
     # ------------------------------------------------------------------ jobs
 
@@ -208,6 +226,145 @@ class JobsApi:
                 self._woken_at = now
         return True
 
+    # ------------------------------------------------------------------ logs
+
+    def tail_log(self, submission_id: str, may_begin: Callable[[], bool]) -> Iterator[str]:
+        """The log from its first character on, as it grows, by WebSocket.
+
+        The end of the stream means nothing about the job.
+
+        Args:
+            submission_id: of the job.
+            may_begin: asked until the first text comes; a stream that will never begin ends.
+
+        Raises:
+            StreamCut: it was cut off, or could not be opened.
+            Unreachable: nothing listens there.
+            JobError: the cluster has no such job.
+            Unauthorised: other credentials are wanted.
+        """
+        path = self.dashboard.earlier.log(submission_id)
+        if path is not None:
+            yield from text_of(path)
+            return
+        url = self._http.url(f"{_job_path(submission_id)}/logs/tail")
+        try:
+            with connect(
+                "ws" + url.removeprefix("http"),
+                additional_headers=self.dashboard.headers,
+                compression=None,
+                proxy=self._http.proxy,
+                ssl=tls(self.dashboard.verify) if url.startswith("https") else None,
+                open_timeout=READ_S,
+                close_timeout=_CLOSE_S,
+                ping_interval=None,  # Ray only sends on this socket: it answers no ping
+                max_size=_MESSAGE_MAX_BYTES,
+                create_connection=_Connection,
+            ) as stream:
+                yield from self._messages(stream, submission_id, may_begin)
+        except _Refused as error:
+            (status,) = error.args
+            if status == 404:
+                raise self._no_such_job(submission_id) from error
+            kind = Unauthorised if status in (401, 403) else StreamCut
+            raise kind(f"{url}: HTTP {status}; redirects are not followed") from error
+        except ConnectionRefusedError as error:
+            raise self._http.unreachable(httpx.ConnectError(str(error))) from error
+        except (WebSocketException, OSError) as error:
+            raise StreamCut(f"{url}: {error}") from error
+
+    def _messages(
+        self, stream: ClientConnection, submission_id: str, may_begin: Callable[[], bool]
+    ) -> Iterator[str]:
+        silent_s, has_begun = 0.0, False
+        while True:
+            patience_s = _LOOK_S if has_begun else _BEGIN_S
+            try:
+                message = stream.recv(timeout=patience_s)
+            except TimeoutError:
+                silent_s += patience_s
+                if not has_begun and silent_s < _SILENCE_MAX_S:
+                    if may_begin():
+                        continue
+                    return
+                # The stream may be dead, which a missing close does not tell.
+                try:
+                    row = self.job(submission_id)
+                except Unanswered:
+                    if silent_s < _UNANSWERED_S:  # it may be sound all the same
+                        continue
+                    raise
+                if row is None or not is_active(row) or silent_s >= _SILENCE_MAX_S:
+                    why = f"the log of {submission_id} was silent for {silent_s:.0f} s"
+                    raise StreamCut(why) from None
+                continue
+            except ConnectionClosedOK:
+                return
+            silent_s, has_begun = 0.0, True
+            yield message if isinstance(message, str) else message.decode(errors="replace")
+
+    def whole_log(self, submission_id: str, silence_s: float = SLOW_S) -> Iterator[str]:
+        """The log as it is now, piece by piece, whatever its size.
+
+        Ray gives none of a job that never started; its message is what there is.
+
+        Args:
+            submission_id: of the job.
+            silence_s: seconds without a further piece after which it has broken off.
+
+        Raises:
+            StreamCut: it broke off.
+            Unreachable: nothing listens there.
+            JobError: the cluster has no such job, or its log is too large for the Jobs API.
+        """
+        path = self.dashboard.earlier.log(submission_id)
+        if path is not None:
+            yield from text_of(path)
+            return
+        row = self.job(submission_id)
+        if row is None:
+            raise self._no_such_job(submission_id)
+        is_empty = True
+        try:
+            for text in filter(None, self._pieces(row, submission_id, silence_s)):
+                is_empty = False
+                yield text
+        except httpx.ConnectError as error:
+            raise self._http.unreachable(error) from error
+        except httpx.HTTPError as error:
+            raise StreamCut(f"the log of {submission_id}: {error}") from error
+        row = (self.job(submission_id) if is_empty else None) or {}
+        has_failed = state_of_row(row) is JobState.FAILED and row.get("driver_exit_code") is None
+        if has_failed and row.get("message"):
+            yield f"{str(row['message']).strip()}\n"
+
+    def _pieces(self, row: JobRow, submission_id: str, silence_s: float) -> Iterator[str]:
+        """The log, or by the Jobs API where a front keeps the state API closed."""
+        if node := row.get("driver_node_id"):
+            query = {**log_query(node, submission_id, -1), "timeout": _READING_MAX_S}
+            with self._http.stream(LOG_FILE, silence_s, query) as response:
+                if response.status_code == 200:
+                    yield from decode_text(response.iter_bytes())
+                    return
+                if response.status_code not in _CLOSED:
+                    raise StreamCut(f"{self._http.url(LOG_FILE)}: HTTP {response.status_code}")
+        path = f"{_job_path(submission_id)}/logs"
+        try:
+            response = self._http.get(path, may_be_absent=True, limit_s=silence_s)
+        except Unreachable as error:
+            if not isinstance(error.__cause__, httpx.DecodingError):
+                raise
+            raise JobError(
+                f"The log of {submission_id} cannot be read, since {error.__cause__} and "
+                f"{self._http.url(LOG_FILE)} is closed. Let the proxy pass that address on."
+            ) from error
+        if response.status_code == 404:
+            raise self._no_such_job(submission_id)
+        yield self._http.read(response, lambda answer: str(answer["logs"]))
+
+    def _no_such_job(self, submission_id: str) -> JobError:
+        return JobError(f"Ray at {self.dashboard.url} has no job {submission_id}.")
+
     # ------------------------------------------------------------------ archives
 
     def has_package(self, name: str) -> bool:
@@ -248,6 +405,15 @@ def _job_path(submission_id: str) -> str:
     return f"/api/jobs/{quote(submission_id, safe='')}"
 
 
+def decode_text(pieces: Iterable[bytes]) -> Iterator[str]:
+    """The text as Ray's Jobs API reads it: every end of a line is ``\\n``. No byte is lost."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
+    for piece in pieces:
+        yield decoder.decode(piece)
+    yield decoder.decode(b"", final=True)
+
+
 def _version(answer: Any) -> dict[str, str]:
     return {name: str(answer[name]) for name in ("ray_version", "session_name")}
 
@@ -272,15 +438,12 @@ def orphan(
     alive = alive_nodes() if any(map(is_running, rows.values())) else None
     for name, row in rows.items():
         node, posted_at = row.get("driver_node_id"), (row.get("start_time") or 0) / 1000
-        if is_pending(row):
-            is_orphan = now - posted_at > _PENDING_LONG_S
-        elif is_running(row) and alive is not None:
-            is_lost = bool(node) and node not in alive.ids
-            is_orphan = is_lost or max(posted_at, woken_at) < alive.head_since
-        else:
-            is_orphan = False
-        if is_orphan:
+        if is_pending(row) and now - posted_at > _PENDING_LONG_S:
             return name
+        if is_running(row) and alive is not None:
+            is_lost = bool(node) and node not in alive.ids
+            if is_lost or max(posted_at, woken_at) < alive.head_since:
+                return name
     return ""
 
 
@@ -316,7 +479,7 @@ def inspect(dashboard: Dashboard) -> Inspection:
     def ask(path: str, parse: Callable[[Any], _T]) -> _T:
         return http.read(http.get(path, limit_s=_INSPECT_S), parse)
 
-    with contextlib.closing(http), ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         version = pool.submit(ask, "/api/version", _version)
         table = pool.submit(ask, "/api/jobs/", job_rows)
         nodes, python = pool.submit(state.room), pool.submit(state.python)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
-from nemo_run_ray.errors import ClusterError, NemoRunRayError
+from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.fields import brings_python
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.fit import Node
@@ -41,6 +41,20 @@ _ROOM_TABLES = {
 _SUPERVISOR = "_ray_internal_job_actor_"
 #: Resources that nobody asks for: one for each node, and what Ray needs for itself.
 _HIDDEN = re.compile(r"node:|object_store_memory$")
+#: The forms of the rows that are read; others are left out.
+_NODE = {
+    **dict.fromkeys(("node_id", "node_name", "node_ip"), str),
+    "labels": dict[str, str],
+    "resources_total": dict[str, float],
+}
+_HOLDER = {
+    **dict.fromkeys(("node_id", "name", "job_id"), str),
+    "required_resources": dict[str, float],
+}
+_GROUP = {
+    "creator_job_id": str,
+    "bundles": [{"node_id": str, "unit_resources": dict[str, float]}],
+}
 _T = TypeVar("_T")
 _Rows = Iterable[Mapping[str, Any]]
 
@@ -81,61 +95,47 @@ def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:
     Args:
         nodes: rows of ``/api/v0/nodes``.
         holdings: all of the cluster; ``None`` when it does not say.
-
-    Raises:
-        KeyError, TypeError, ValueError: a row has another form.
     """
     by_node: dict[str, list[Holding]] = defaultdict(list)
     for holding in holdings or ():
         by_node[holding.node_id].append(holding)
     living = []
     for row in nodes:
-        if row["state"] != "ALIVE":
-            continue
-        node_id = str(row["node_id"])
-        total = free = _amounts(row.get("resources_total"))
-        for holding in by_node[node_id]:
-            held = holding.resources
-            free = {name: max(0.0, free[name] - held.get(name, 0.0)) for name in free}
-        living.append(
-            Node(
-                node_id=node_id,
-                host=_text(row.get("node_name")),
-                address=_text(row.get("node_ip")),
-                labels=row["labels"] if fits(row.get("labels"), dict[str, str]) else {},
-                resources=total,
-                free=None if holdings is None else free,
+        if row["state"] == "ALIVE" and fits(row, _NODE):
+            total = free = _amounts(row["resources_total"])
+            for holding in by_node[row["node_id"]]:
+                held = holding.resources
+                free = {name: max(0.0, free[name] - held.get(name, 0.0)) for name in free}
+            living.append(
+                Node(
+                    node_id=row["node_id"],
+                    host=row["node_name"],
+                    address=row["node_ip"],
+                    labels=row["labels"],
+                    resources=total,
+                    free=None if holdings is None else free,
+                )
             )
-        )
     return ClusterRoom(tuple(living), by_node)
 
 
 def holdings_of(actors: _Rows, groups: _Rows, tasks: _Rows) -> list[Holding]:
-    """The resources that are held, by rows of Ray's tables in the states of ``_ROOM_TABLES``.
-
-    Raises:
-        KeyError, TypeError, ValueError: a row has another form.
-    """
+    """The resources that are held, by rows of Ray's tables in the states of ``_ROOM_TABLES``."""
     held = []
     for row in (*actors, *tasks):
-        if row.get("node_id") and not row.get("placement_group_id"):
-            name, job_id = _text(row.get("name")), _text(row.get("job_id"))
+        if fits(row, _HOLDER) and not row.get("placement_group_id"):
+            name = row["name"]
             job = name.removeprefix(_SUPERVISOR) if name.startswith(_SUPERVISOR) else ""
-            resources = _amounts(row.get("required_resources"))
-            held.append(Holding(str(row["node_id"]), job, job_id, resources))
+            resources = _amounts(row["required_resources"])
+            held.append(Holding(row["node_id"], job, row["job_id"], resources))
     for group in groups:
-        for bundle in group.get("bundles") or ():
-            job_id, resources = _text(group.get("creator_job_id")), bundle["unit_resources"]
-            held.append(Holding(str(bundle.get("node_id")), "", job_id, _amounts(resources)))
+        for bundle in group["bundles"] if fits(group, _GROUP) else ():
+            resources = _amounts(bundle["unit_resources"])
+            held.append(Holding(bundle["node_id"], "", group["creator_job_id"], resources))
     return held
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _amounts(value: Any) -> dict[str, float]:
-    given = value if fits(value, dict[str, float]) else {}
+def _amounts(given: Mapping[str, float]) -> dict[str, float]:
     return {name: amount for name, amount in given.items() if not _HIDDEN.match(name)}
 
 
@@ -184,20 +184,18 @@ class StateApi:
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
         """The end of a job's log."""
-        query = log_query(node, submission_id, count)
-        return self._log(query).splitlines()[-count:]
+        return self._log(log_query(node, submission_id, count)).splitlines()[-count:]
 
     def log_end(self, node: str, submission_id: str) -> str | None:
         """The end of a job's log; ``None`` when it cannot be had now."""
         query = {**log_query(node, submission_id, LINES), "timeout": str(ANSWER_S)}
-        try:
+        with contextlib.suppress(ClusterError):
             return self._log(query, 2.0 * ANSWER_S) or None
-        except ClusterError:
-            return None
+        return None
 
     def rows(self, node: str, submission_id: str) -> Any:
         """The report of the driver of a group or of an array; ``None`` when there is none."""
-        text = self._log_file(node, status_file_name(submission_id))
+        text = self._log(_file_query(node, status_file_name(submission_id)))
         # Without one these are Ray's own words, about a file that does not exist.
         return _understood(lambda: json.loads(text))
 
@@ -209,7 +207,7 @@ class StateApi:
             submission_id: of any attempt.
             kind: as for ``file_of``.
         """
-        return self._log_file(node, file_of(submission_id, kind)).splitlines()
+        return self._log(_file_query(node, file_of(submission_id, kind))).splitlines()
 
     def explain_build(self, row: JobRow, status: JobStatus) -> JobStatus:
         """The status of a pending job with how far Ray is with its runtime environment.
@@ -221,26 +219,23 @@ class StateApi:
         runtime_env = row.get("runtime_env") or {}
         if status.state is not JobState.PENDING or not brings_python(runtime_env):
             return status
-        try:
-            builds = self._builds.get()
-        except NemoRunRayError:
+        key = _key(runtime_env)
+        build = next((one for one in self._builds.get() if _key(one["runtime_env"]) == key), None)
+        if build is None:
             return status
-        own = [build for build in builds if _key(build["runtime_env"]) == _key(runtime_env)]
-        if not own:
-            return status
-        node = f"on node {own[-1]['node_id'][:12]}"
+        node = f"on node {build['node_id'][:12]}"
         reason, detail = Reason.BUILDING, f"Ray builds its runtime environment {node}"
-        if own[-1].get("success") is False:  # the job table has it some seconds later
-            why = cause_of(str(own[-1].get("error")))
+        if build.get("success") is False:  # the job table has it some seconds later
+            why = cause_of(str(build.get("error")))
             reason = Reason.RUNTIME_ENV
             detail = f"Ray failed to build its runtime environment {node}: {why}"
         return JobStatus(JobState.PENDING, reason, detail)
 
     def _ask_builds(self) -> list[dict[str, Any]]:
-        """Ray's rows of runtime environments that are being built, or could not be."""
+        """Ray's rows of runtime environments that are being built, or could not be; last first."""
         shape = {"runtime_env": dict, "node_id": str}
         rows = self._rows("runtime_envs", _EXPLAIN_S) or []
-        return [row for row in rows if fits(row, shape) and not row.get("success")]
+        return [row for row in rows[::-1] if fits(row, shape) and not row.get("success")]
 
     def room(self) -> ClusterRoom | None:
         """The nodes and who holds them, a moment old; ``None`` when the cluster does not say."""
@@ -249,12 +244,12 @@ class StateApi:
     def _ask_room(self) -> ClusterRoom | None:
         with ThreadPoolExecutor(len(_ROOM_TABLES)) as pool:
             nodes, *held = pool.map(
-                lambda table: self._rows(table, _ROOM_S, _ROOM_TABLES[table]), _ROOM_TABLES
+                lambda one: self._rows(one[0], _ROOM_S, one[1]), _ROOM_TABLES.items()
             )
         if not nodes:
             return None
         tables = [rows for rows in held if rows is not None]
-        holdings = _understood(lambda: holdings_of(*tables)) if len(tables) == len(held) else None
+        holdings = holdings_of(*tables) if len(tables) == len(held) else None
         return _understood(lambda: room_of(nodes, holdings))
 
     def python(self) -> str:
@@ -276,13 +271,13 @@ class StateApi:
         rows = _understood(lambda: answer.json()["data"]["result"]["result"])
         return rows if answer.status_code == 200 and fits(rows, list[dict[str, Any]]) else None
 
-    def _log_file(self, node: str, name: str) -> str:
-        query = {"node_id": node, "filename": name, "lines": "-1", "media_type": "file"}
-        return self._log(query)
-
     def _log(self, query: dict[str, str], limit_s: float = READ_S) -> str:
         response = self._http.request("GET", LOG_FILE, limit_s, params=query)
         return response.text if response.status_code == 200 else ""
+
+
+def _file_query(node: str, name: str) -> dict[str, str]:
+    return {"node_id": node, "filename": name, "lines": "-1", "media_type": "file"}
 
 
 def _understood(read: Callable[[], _T]) -> _T | None:

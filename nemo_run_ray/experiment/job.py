@@ -736,10 +736,10 @@ class RemoteJob:
 
     def _read(self, number: int, at_once: bool) -> Iterator[str]:
         """The log of an attempt: all that there is now, or as it grows."""
-        logs, name = self.api().logs, attempt_id(self.id, number)
+        api, name = self.api(), attempt_id(self.id, number)
         if at_once:
-            return logs.whole(name)
-        return logs.tail(name, lambda: not self._is_over(number))
+            return api.whole_log(name)
+        return api.tail_log(name, lambda: not self._is_over(number))
 
     def _is_on_cluster(self) -> bool:
         """Whether the cluster answers and has the attempt that the kept log ends with."""

@@ -242,7 +242,7 @@ class Batch:
     def _check_fit(self) -> None:
         """Refuse jobs that the cluster cannot run; one look is enough for all of the batch."""
         for planned in self.plans.values():
-            self._api.require(self._version["ray_version"], planned.selector_since)
+            planned.check_version(self._version["ray_version"])
         if self._misfits:
             raise DoesNotFit(
                 f"The cluster {self._api.dashboard.url} does not fit, so nothing was sent to "

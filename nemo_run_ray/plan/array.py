@@ -113,29 +113,47 @@ def array(
     one_of("product", "zip")("combine", combine)
     whole(0, none=True)("max_failures", max_failures)
     header: dict[str, Any] = {"max_failures": max_failures, "runs": isolation}
+    env: dict[str, str] = {}
     if isinstance(task, (list, tuple)):
         if over is not None:
             raise ConfigError("An array of several tasks has no `over`, which is for one task.")
-        lines = _lines_of(["task", "", ""], _rows_of_tasks(task, names), is_script=False)
+        rows = _rows_of_tasks(task, names)
         header.update(name=f"{_name(task[0])}-array" if task else "", fields=["task"])
         if all(isinstance(one, run.Script) for one in task):
             header["runs"] = "command"
-        return Array(inline=_text_of(header, lines), entrypoint=ARRAY)
-    _check_task(task)
-    if names is not None:
-        raise ConfigError("names are for an array of several tasks: array([task, …], names=[…]).")
-    fields, rows = _rows_of(_elements(over, combine))
-    header.update(name=_name(task), fields=fields)
-    env = {}
-    if isinstance(task, run.Script):
-        header.update(script=_script(task, fields), runs="command")
-        env = dict(task.env)
     else:
-        for field in fields:
-            _must_have(task, field)
-        header["template"] = _template(task)
-    text = _text_of(header, _lines_of(fields, rows, isinstance(task, run.Script)))
-    return Array(inline=text, env=env, entrypoint=ARRAY)
+        _check_task(task)
+        if names is not None:
+            raise ConfigError("names are for an array of several tasks: array([task, …], names=…).")
+        elements = _elements(over, combine)
+        first = next(elements, {})
+        fields = list(first)
+        rows = ([row[field] for field in fields] for row in itertools.chain([first], elements))
+        header.update(name=_name(task), fields=fields)
+        if isinstance(task, run.Script):
+            words = [] if task.inline else ["args", *(f"args.{at}" for at in range(len(task.args)))]
+            for field in fields:
+                is_twice = field in words[1:] and "args" in fields
+                if is_twice or (field not in words and not re.fullmatch(r"env\..+", field)):
+                    raise ConfigError(
+                        f"The run.Script has no field {field!r} that an array can change"
+                        f"{' beside args' if is_twice else ''}; expected is one of "
+                        f"{', '.join(['env.NAME', *words])}."
+                    )
+            script = {name: getattr(task, name) for name in _SCRIPT_FIELDS}
+            header.update(script=script, runs="command")
+            env = dict(task.env)
+            rows = (
+                list(map(_as_text, fields, row, itertools.repeat(at)))
+                for at, row in enumerate(rows)
+            )
+        else:
+            for field in fields:
+                _must_have(task, field)
+            header["template"] = _template(task)
+        if not fields:
+            rows = iter(())
+    return Array(inline=_text_of(header, rows), env=env, entrypoint=ARRAY)
 
 
 def _check_task(task: object) -> None:
@@ -171,10 +189,28 @@ def _rows_of_tasks(
             yield [name, _template(task), {}]
 
 
-def _text_of(header: Mapping[str, Any], elements: Iterable[str]) -> str:
+def _text_of(header: Mapping[str, Any], rows: Iterable[Sequence[Any]]) -> str:
+    """The header, and the line of each element.
+
+    Raises:
+        ConfigError: a value cannot be sent, there is none, or there are too many.
+    """
     lines = [json.dumps(header)]
     size_bytes = len(lines[0]) + 1
-    for line in elements:
+    for number, row in enumerate(rows):
+        try:
+            line = json.dumps(row, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The element {number} of the array cannot be sent: {error}. Values are texts, "
+                "numbers, None, lists and mappings of them."
+            ) from error
+        if len(line) > ELEMENT_MAX_BYTES:
+            raise ConfigError(
+                f"The element {number} of the array has {len(line)} bytes, and {ELEMENT_MAX_BYTES} "
+                "are sent at most. Put its values into a file that the nodes can read, and give "
+                "its name; tasks that share a configuration are smaller as `over` of one task."
+            )
         size_bytes += len(line) + 1
         if size_bytes > ARRAY_MAX_BYTES:
             raise ConfigError(
@@ -213,14 +249,23 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
     name = os.path.basename(role.args[0])
     path = Path(executor.job_dir, SCRIPTS_DIR, name)
     header = _header(path.read_text(encoding="utf-8"))
-    words, targets = ["python"], [(NAME,), (TASK,), (ENVS,)]
-    templates: Sequence[Any] = [header.get("template")]
-    if "script" in header:
+    words = ["python"]
+    targets: list[tuple[Any, ...]] = []
+    templates = [header.get("template", "")]
+    if "template" in header:
+        targets = [(FIELD, field) for field in header["fields"]]
+    elif "script" in header:
         words = _command(header["script"], path.with_name(f"element-{name}"))
-    if "script" not in header and "template" not in header:
-        templates = _with_commands(path, executor)
+        first = len(words) - len(header["script"]["args"])
+        for field in header["fields"]:
+            kind, _, part = field.partition(".")
+            if kind == "env":
+                targets.append((ENV, part))
+            else:
+                targets.append((WORD, "", first + int(part)) if part else (WORDS, "", first))
     else:
-        targets = [_target(field, words, header) for field in header["fields"]]
+        targets = [(NAME,), (TASK,), (ENVS,)]
+        templates = _with_commands(path, executor)
     modules: set[str] = set()
     for template in filter(None, templates):
         with contextlib.suppress(ValueError):  # an element says what is wrong with its template
@@ -270,16 +315,6 @@ def _command(script: Mapping[str, Any], file: Path) -> list[str]:
     return words
 
 
-def _target(field: str, words: Sequence[str], header: Mapping[str, Any]) -> tuple[Any, ...]:
-    if "template" in header:
-        return (FIELD, field)
-    kind, _, name = field.partition(".")
-    if kind == "env":
-        return (ENV, name)
-    first = len(words) - len(header["script"]["args"])
-    return (WORD, "", first + int(name)) if name else (WORDS, "", first)
-
-
 def _name(task: run.Partial[Any] | run.Script) -> str:
     if isinstance(task, run.Script):
         return str(task.get_name())
@@ -294,44 +329,26 @@ def _header(text: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the task
 
 
-def _script(task: run.Script, fields: Sequence[str]) -> dict[str, Any]:
-    allowed = [] if task.inline else ["args", *(f"args.{at}" for at in range(len(task.args)))]
-    for field in fields:
-        if field not in allowed and not re.fullmatch(r"env\..+", field):
-            raise ConfigError(
-                f"The run.Script has no field {field!r} that an array can change; expected is one "
-                f"of {', '.join(['env.NAME', *allowed])}."
-            )
-    if "args" in fields and set(fields) & set(allowed[1:]):
-        raise ConfigError(
-            "over has 'args' and one of 'args.0' …: the first are all words. Leave one of them out."
-        )
-    return {name: getattr(task, name) for name in _SCRIPT_FIELDS}
-
-
 def _template(task: run.Partial[Any]) -> str:
-    """The configuration of a function, in Fiddle's JSON."""
+    """The configuration of a function, in Fiddle's JSON.
+
+    It is read without NeMo-Run, whose classes add what is for people.
+    """
+    classes = {run.Config: fdl.Config, run.Partial: fdl.Partial}
+
+    def convert(value: Any, state: daglish.State) -> Any:
+        if to := classes.get(type(value)):
+            value = to.__unflatten__(*value.__flatten__())
+        return state.map_children(value) if state.is_traversable(value) else value
+
     try:
-        return str(serialization.dump_json(_in_fiddles_classes(task)))
+        return str(serialization.dump_json(daglish.MemoizedTraversal.run(convert, task)))
     except Exception as error:  # Fiddle raises many kinds
         raise ConfigError(
             f"The run.Partial of {_name(task)} cannot be sent: {error}. NeMo-Run sends functions "
             "and classes by their names, so that a lambda, or a function inside of another, cannot "
             "be one. Define it at the top of a module."
         ) from error
-
-
-def _in_fiddles_classes(task: run.Partial[Any]) -> fdl.Buildable[Any]:
-    """The same configuration, to be read without NeMo-Run, whose classes add what is for people."""
-    classes = {run.Config: fdl.Config, run.Partial: fdl.Partial}
-
-    def convert(value: Any, state: daglish.State) -> Any:
-        to = classes.get(type(value))
-        if to is not None:
-            value = to.__unflatten__(*value.__flatten__())
-        return state.map_children(value) if state.is_traversable(value) else value
-
-    return daglish.MemoizedTraversal.run(convert, task)
 
 
 def _must_have(task: run.Partial[Any], field: str) -> None:
@@ -354,8 +371,22 @@ def _must_have(task: run.Partial[Any], field: str) -> None:
 # ---------------------------------------------------------------------- the values
 
 
-def _elements(over: Over | None, combine: str) -> Iterator[Any]:
-    """A mapping with the values of each element."""
+def _elements(over: Over | None, combine: str) -> Iterator[Mapping[str, Any]]:
+    """A mapping with the values of each element; all have the same fields."""
+    first: Mapping[str, Any] | None = None
+    for number, row in enumerate(_given(over, combine)):
+        is_mapping = isinstance(row, Mapping) and row and all(isinstance(key, str) for key in row)
+        if not is_mapping or (first is not None and row.keys() != first.keys()):
+            fields = f"the same fields as in the first one, {list(first)}" if first else "fields"
+            raise ConfigError(
+                f"The element {number} of the array is {row!r:.200}; expected is a mapping from "
+                f"names to values, with {fields}."
+            )
+        first = first or row
+        yield row
+
+
+def _given(over: Over | None, combine: str) -> Iterable[Any]:
     if isinstance(over, (str, os.PathLike)):
         return _json_lines(over)
     if not isinstance(over, Iterable):
@@ -364,14 +395,15 @@ def _elements(over: Over | None, combine: str) -> Iterator[Any]:
             "a mapping for each element, or the path of a JSONL file."
         )
     if not isinstance(over, Mapping):
-        return iter(over)
+        return over
+    columns = []
     for name, values in over.items():
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
             raise ConfigError(
                 f"The values of the field {name!r} are {values!r}; expected is a list, with "
                 "a value for each element."
             )
-    columns = [list(values) for values in over.values()]
+        columns.append(list(values))
     lengths = dict(zip(over, map(len, columns), strict=True))
     if combine == "zip" and len(set(lengths.values())) > 1:
         raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
@@ -393,57 +425,6 @@ def _json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
         ) from error
 
 
-def _rows_of(elements: Iterator[Any]) -> tuple[list[str], Iterator[Sequence[Any]]]:
-    """The fields, and the values of each element in their order."""
-    first = next(elements, None)
-    if first is None:
-        raise ConfigError("The array has no elements: `over` gives no values.")
-    is_mapping = isinstance(first, Mapping) and first
-    if not is_mapping or not all(isinstance(key, str) for key in first):
-        raise ConfigError(
-            f"The first element of the array is {first!r}; expected is a mapping from names of "
-            "fields to their values."
-        )
-
-    def values() -> Iterator[Sequence[Any]]:
-        for number, row in enumerate(itertools.chain([first], elements)):
-            if not isinstance(row, Mapping) or row.keys() != first.keys():
-                raise ConfigError(
-                    f"The element {number} of the array is {row!r:.200}; every element gives a "
-                    f"value for the same fields, which are {list(first)} in the first one."
-                )
-            yield [row[name] for name in first]
-
-    return list(first), values()
-
-
-def _lines_of(
-    fields: Sequence[str], rows: Iterable[Sequence[Any]], is_script: bool
-) -> Iterator[str]:
-    """The line of each element; values of a script are words and variables.
-
-    Raises:
-        ConfigError: a value cannot be sent.
-    """
-    for number, row in enumerate(rows):
-        if is_script:
-            row = [_text(field, value, number) for field, value in zip(fields, row, strict=True)]
-        try:
-            line = json.dumps(list(row), default=_plain)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"The element {number} of the array cannot be sent: {error}. Values are texts, "
-                "numbers, None, lists and mappings of them."
-            ) from error
-        if len(line) > ELEMENT_MAX_BYTES:
-            raise ConfigError(
-                f"The element {number} of the array has {len(line)} bytes, and {ELEMENT_MAX_BYTES} "
-                "are sent at most. Put its values into a file that the nodes can read, and give "
-                "its name; tasks that share a configuration are smaller as `over` of one task."
-            )
-        yield line
-
-
 def _plain(value: Any) -> Any:
     """The number, or list of numbers, in a value of NumPy or PyTorch."""
     if not hasattr(value, "tolist"):
@@ -451,12 +432,12 @@ def _plain(value: Any) -> Any:
     return value.tolist()
 
 
-def _text(field: str, value: Any, number: int) -> str | list[str]:
+def _as_text(field: str, value: Any, number: int) -> str | list[str]:
     """A value as a word of a command, or as a variable."""
     if field == "args" and isinstance(value, (list, tuple)):
         return [str(word) for word in value]
     if hasattr(value, "tolist"):
-        value = _plain(value)
+        value = value.tolist()
     if field == "args" or not isinstance(value, (str, int, float)):
         expected = "a list of words" if field == "args" else "a text or a number"
         raise ConfigError(

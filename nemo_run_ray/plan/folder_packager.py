@@ -100,7 +100,12 @@ class FolderPackager(Packager):
         if os.path.exists(target):
             return target
         self.check_path()
-        entries = list(self._zipped() if self._is_zip else self._below())
+        if self._is_zip:
+            entries = list(self._zipped())
+        else:
+            root = Path(self.path).resolve()
+            files, _ = list_files(root, ["."], [*_SKIPPED, *self.exclude])
+            entries = list(read_tree(root, files, str(self)))
         if not entries:
             raise PackagingFailed(f"There is nothing to send in {self}. Nothing was sent.")
         write_tar_gz(target, entries)
@@ -110,43 +115,36 @@ class FolderPackager(Packager):
     def _is_zip(self) -> bool:
         return os.path.isfile(self.path) and zipfile.is_zipfile(self.path)
 
-    def _below(self) -> Iterator[tuple[str, Entry]]:
-        """The files and links of the folder, by name."""
-        root = Path(self.path).resolve()
-        files, _ = list_files(root, ["."], [*_SKIPPED, *self.exclude])
-        return read_tree(root, files, str(self))
-
     def _zipped(self) -> Iterator[tuple[str, Entry]]:
         """The files and links of the zip, by name; of several of one name the last counts."""
         try:
-            yield from self._entries()
-        except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+            with zipfile.ZipFile(self.path) as archive:
+                infos = {
+                    info.filename: info
+                    for info in archive.infolist()
+                    if not info.is_dir() and not matches(info.filename, self.exclude)
+                }
+                outside = [name for name in infos if name[0] == "/" or ".." in name.split("/")]
+                if outside:
+                    raise PackagingFailed(
+                        f"{self} has entries outside of the task's folder: "
+                        f"{', '.join(outside[:5])}. Make it anew without them, or leave them out: "
+                        "exclude=[…]. Nothing was sent."
+                    )
+                check_source({name: info.file_size for name, info in infos.items()}, str(self))
+                for name, info in sorted(infos.items()):
+                    mode, content = info.external_attr >> 16, archive.read(info)
+                    if stat.S_ISLNK(mode):
+                        yield name, Link(os.fsdecode(content))
+                    else:
+                        yield name, File(content, bool(mode & stat.S_IXUSR))
+        except PackagingFailed:
+            raise
+        except (zipfile.BadZipFile, RuntimeError) as error:
             raise PackagingFailed(
                 f"{self} cannot be read ({error}); expected a zip without a password. Make it "
                 "anew. Nothing was sent."
             ) from error
-
-    def _entries(self) -> Iterator[tuple[str, Entry]]:
-        with zipfile.ZipFile(self.path) as archive:
-            infos = {
-                info.filename: info
-                for info in archive.infolist()
-                if not info.is_dir() and not matches(info.filename, self.exclude)
-            }
-            outside = [name for name in infos if name.startswith("/") or ".." in name.split("/")]
-            if outside:
-                raise PackagingFailed(
-                    f"{self} has entries outside of the task's folder: {', '.join(outside[:5])}. "
-                    "Make it anew without them, or leave them out: exclude=[…]. Nothing was sent."
-                )
-            check_source({name: info.file_size for name, info in infos.items()}, str(self))
-            for name, info in sorted(infos.items()):
-                mode = info.external_attr >> 16
-                content = archive.read(info)
-                if stat.S_ISLNK(mode):
-                    yield name, Link(os.fsdecode(content))
-                else:
-                    yield name, File(content, bool(mode & stat.S_IXUSR))
 
 
 class CodeDir(FolderPackager):

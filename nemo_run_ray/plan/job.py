@@ -16,9 +16,9 @@ from typing import Any
 from nemo_run.core.packaging.base import Packager
 from torchx.specs import AppDef
 
-from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.errors import ConfigError, TooOld
 from nemo_run_ray.executor import RayExecutor
-from nemo_run_ray.fields import resolve_runtime_env
+from nemo_run_ray.fields import resolve_runtime_env, version_of
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.plan.roles import (
     ARRAY,
@@ -38,7 +38,6 @@ from nemo_run_ray.remote.spec import (
     GroupSpec,
     JobSpec,
     OutsideSpec,
-    ProbeSpec,
     RoleSpec,
 )
 from nemo_run_ray.remote.status import DISPATCHER_KEY, PERMANENT_KEY, RETRIES_KEY, JobExit
@@ -49,8 +48,6 @@ REMOTE_PACKAGE = "nemo_run_ray_remote"
 _STOP_MARGIN_S = 10
 #: Starts of a dispatcher, and of an array's driver, by their jobs when they are killed.
 _DISPATCHER_STARTS, _ARRAY_STARTS = 100, 20
-#: Lines of the longest startup command that a dry run shows whole.
-_LINES_MAX = 40
 #: Credentials in the address of a package index.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
@@ -99,13 +96,21 @@ class JobPlan:
         again = self.retries and not isinstance(self.spec, ArraySpec)  # it retries elements
         return bool(self.after or self.outside or again or self.max_in_flight or timed)
 
-    @property
-    def selector_since(self) -> tuple[int, int] | None:
-        """First version of Ray that knows the labels by which it chooses nodes, if it does so."""
+    def check_version(self, ray: str) -> None:
+        """Check that a cluster's Ray can do what the job asks for.
+
+        Raises:
+            TooOld: it cannot.
+        """
         has_labels = "entrypoint_label_selector" in self.reservation
         if isinstance(self.spec, GroupSpec):
             has_labels = any(role.spread or role.label_selector for role in self.spec.roles)
-        return SELECTORS_SINCE if has_labels else None
+        if has_labels and version_of(ray) < SELECTORS_SINCE:
+            raise TooOld(
+                "Choosing nodes by RayExecutor.label_selector, or by strategy in a group, needs "
+                f"Ray 2.54 or newer; the cluster runs {ray}. Upgrade it, or use "
+                "resources_per_node with a custom resource of these nodes."
+            )
 
     @property
     def spec_name(self) -> str:
@@ -131,14 +136,17 @@ class JobPlan:
         stop_wait_s = int(self.spec.grace_s) + _STOP_MARGIN_S
         variables.setdefault("RAY_JOB_STOP_WAIT_TIME_S", str(stop_wait_s))
         # Ray unpacks one archive as the working directory; those of other roles lie beside it.
-        main, *others = dict.fromkeys(code.values()) or [None]
-        if others:
+        uris = list(dict.fromkeys(code.values()))
+        if len(uris) > 1:
             names = {role: uri.rpartition("/")[2] for role, uri in code.items()}
             variables[CODE] = json.dumps(names, sort_keys=True)
-        modules = [*archives, *(uri for uri in others if uri is not None)]
-        runtime_env = {**self.runtime_env, "env_vars": variables, "py_modules": modules}
-        if main is not None:
-            runtime_env["working_dir"] = main
+        runtime_env = {
+            **self.runtime_env,
+            "env_vars": variables,
+            "py_modules": [*archives, *uris[1:]],
+        }
+        if uris:
+            runtime_env["working_dir"] = uris[0]
         return {
             "submission_id": self.submission_id,
             "entrypoint": self._entrypoint(self.submission_id, nonce),
@@ -176,7 +184,7 @@ class JobPlan:
             outside=tuple(outside),
             retries=self.retries,
             permanent_exit_codes=self.permanent_exit_codes,
-            pending_timeout_s=None if isinstance(self.spec, GroupSpec) else self.pending_timeout_s,
+            pending_timeout_s=self.pending_timeout_s,
             time_s=self.time_s,
             secrets=self.spec.secrets,
         )
@@ -266,16 +274,13 @@ def joined_places(
 def _reservation(executor: RayExecutor) -> dict[str, Any]:
     """The fields of Ray's request; ``cpus_per_node=0`` reserves none, where Ray reserves one."""
     asked = {
-        "entrypoint_num_gpus": executor.gpus_per_node,
-        "entrypoint_memory": executor.memory_bytes,
-        "entrypoint_resources": dict(executor.resources_per_node),
-        "entrypoint_label_selector": dict(executor.label_selector),
+        "entrypoint_num_cpus": executor.cpus_per_node,
+        "entrypoint_num_gpus": executor.gpus_per_node or None,
+        "entrypoint_memory": executor.memory_bytes or None,
+        "entrypoint_resources": dict(executor.resources_per_node) or None,
+        "entrypoint_label_selector": dict(executor.label_selector) or None,
     }
-    cpus = {"entrypoint_num_cpus": executor.cpus_per_node}
-    return {
-        **(cpus if executor.cpus_per_node is not None else {}),
-        **{name: amount for name, amount in asked.items() if amount},
-    }
+    return {name: amount for name, amount in asked.items() if amount is not None}
 
 
 # ---------------------------------------------------------------------- the shell lines
@@ -339,30 +344,33 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
         uploads: what would be uploaded, in words.
     """
     spec = planned.spec
-    rows: _Rows = [("Ray job", planned.submission_id), ("cluster", cluster)]
-    if planned.after or planned.outside:
-        rows.append(("after", ", ".join([*planned.after, *planned.outside])))
-    if planned.retries and planned.needs_dispatcher:
-        codes = ", ".join(map(str, planned.permanent_exit_codes))
-        unless = f", unless it ends with exit code {codes}" if codes else ""
-        rows.append(("retries", f"{planned.retries}{unless}"))
-    if planned.max_in_flight is not None:
-        rows.append(("at once", f"{planned.max_in_flight} of the experiment's jobs"))
-    if planned.pending_timeout_s is not None:
-        rows.append(("give up", f"when not placed within {planned.pending_timeout_s:g} s"))
-    if planned.time_s is not None:
-        rows.append(("starts", f"when its allocation lasts {planned.time_s:g} s more"))
-    sends = [("sends", upload) for upload in uploads]
+    codes = ", ".join(map(str, planned.permanent_exit_codes))
+    unless = f", unless it ends with exit code {codes}" if codes else ""
+    has_retries = planned.retries and planned.needs_dispatcher
+    limit, timeout_s = planned.max_in_flight, planned.pending_timeout_s
+    rows: _Rows = [
+        ("Ray job", planned.submission_id),
+        ("cluster", cluster),
+        ("after", ", ".join([*planned.after, *planned.outside])),
+        ("retries", f"{planned.retries}{unless}" if has_retries else ""),
+        ("at once", limit and f"{limit} of the experiment's jobs"),
+        ("give up", timeout_s and f"when not placed within {timeout_s:g} s"),
+        ("starts", planned.time_s and f"when its allocation lasts {planned.time_s:g} s more"),
+    ]
+    sends: _Rows = [("sends", upload) for upload in uploads]
     if isinstance(spec, JobSpec):
         rows += [*_describe_task(spec, planned.reservation, planned.runtime_env), *sends]
     elif isinstance(spec, ArraySpec):
         targets = (" ".join(str(part) for part in target if part) for target in spec.targets)
-        rows.append(("elements", f"of {spec.elements}; each changes {', '.join(targets)}"))
-        rows.append(("at once", spec.max_in_flight or "as many as there is room for"))
-        rows.append(("retries", f"{spec.retries} of each element"))
-        if spec.max_failures is not None:
-            rows.append(("ends", f"when more than {spec.max_failures} elements have failed"))
-        rows += [*_describe_role(spec.host), *sends]
+        failures = spec.max_failures
+        rows += [
+            ("elements", f"of {spec.elements}; each changes {', '.join(targets)}"),
+            ("at once", spec.max_in_flight or "as many as there is room for"),
+            ("retries", f"{spec.retries} of each element"),
+            ("ends", None if failures is None else f"when more than {failures} elements failed"),
+            *_describe_role(spec.host),
+            *sends,
+        ]
     else:
         rows += [("strategy", f"{spec.strategy}, all {len(spec.roles)} role(s) at once or none")]
         rows += sends
@@ -370,49 +378,42 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
             kind = "service" if role.service else "primary"
             copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
             rows += [("", ""), ("role", f"{role.name}, {kind}, {copies}"), *_describe_role(role)]
-    return "\n".join(f"{title:<10}{value}".rstrip() for title, value in rows)
+    return "\n".join(f"{title:<10}{value}".rstrip() for title, value in rows if value or not title)
 
 
 _Rows = list[tuple[str, Any]]
 
 
 def _describe_role(role: RoleSpec) -> _Rows:
-    rows = _describe_task(role.task, role.resources, role.runtime_env)
-    if role.label_selector:
-        rows.append(("labels", role.label_selector))
     ports = {name: port or "free" for name, port in role.ports.items() if name[0] != "_"}
-    if ports:
-        rows.append(("ports", _listed(ports)))
-    if role.ready is not None:
-        rows.append(("ready", _describe_probe(role.ready)))
-    return rows
+    ready, probe = "", role.ready
+    if probe is not None:
+        ready = shlex.join(probe.command) if probe.kind == "command" else f"port {probe.port}"
+        if probe.kind == "http":
+            ready += f", GET {probe.path} gives {probe.status}"
+        ready += f"; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
+    return [
+        *_describe_task(role.task, role.resources, role.runtime_env),
+        ("labels", role.label_selector),
+        ("ports", _listed(ports)),
+        ("ready", ready),
+    ]
 
 
 def _describe_task(
     spec: JobSpec, reserves: Mapping[str, Any], runtime_env: Mapping[str, Any]
 ) -> _Rows:
-    rows: _Rows = [("command", shlex.join(spec.argv))]
-    if spec.login_shell:
-        rows.append(("shell", "bash -l: the node's profile sets PATH"))
-    for command in spec.startup:
-        shown = command.splitlines()
-        if len(shown) > _LINES_MAX:
-            shown[3:] = [f"… ({len(shown) - 3} more lines)"]
-        rows.append(("before", f"\n{'':10}".join(shown)))
-    rows.append(("reserves", _listed(reserves) or "nothing"))
-    if spec.python:
-        rows.append(("python", spec.python))
-    rows.append(("folder", spec.cwd or "a private run directory on the node"))
-    if runtime_env:
-        rows.append(("runtime", _CREDENTIALS.sub("***@", str(dict(runtime_env)))))
-    rows += [("env", f"{name}={value}") for name, value in sorted(spec.env.items())]
-    return rows + [("secret", f"{name}=***") for name in spec.secrets]
-
-
-def _describe_probe(probe: ProbeSpec) -> str:
-    what = shlex.join(probe.command) if probe.kind == "command" else f"port {probe.port}"
-    what += f", GET {probe.path} gives {probe.status}" if probe.kind == "http" else ""
-    return f"{what}; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
+    return [
+        ("command", shlex.join(spec.argv)),
+        ("shell", "bash -l: the node's profile sets PATH" if spec.login_shell else ""),
+        *(("before", command.replace("\n", f"\n{'':10}")) for command in spec.startup),
+        ("reserves", _listed(reserves) or "nothing"),
+        ("python", spec.python),
+        ("folder", spec.cwd or "a private run directory on the node"),
+        ("runtime", runtime_env and _CREDENTIALS.sub("***@", str(dict(runtime_env)))),
+        *(("env", f"{name}={value}") for name, value in sorted(spec.env.items())),
+        *(("secret", f"{name}=***") for name in spec.secrets),
+    ]
 
 
 def _listed(values: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -67,10 +68,23 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     executor.refuse_credentials()
     refuse_credentials(f"The env of the task {role_name(role, executor)}", role.env)
     argv = argv_of(role, executor)
-    _check_guard(argv, executor)
+    if _RUNNER in argv and argv[-1].startswith(_CONFIGS):
+        from nemo_run_ray.remote.node.command import modules_of  # scripts do without it
+
+        path = Path(executor.job_dir, "configs", argv[-1].removeprefix(_CONFIGS))
+        modules: set[str] = set()
+        with contextlib.suppress(OSError, ValueError, zlib.error):  # NeMo-Run writes it otherwise
+            modules.update(modules_of(path.read_text(encoding="ascii")))
+        if "__main__" in modules:
+            check_guard()
     has_code = _code_packager(executor) is not None
     # A container does not have the caller's folder.
     is_here = executor.resolve_cluster().runs_here and not is_container(executor.runtime_env)
+    # ``None`` is what the node's PATH gives: Ray puts the Python of pip, uv or conda first there,
+    # and in a container it is that of the image.
+    python = executor.python
+    if python is None and not brings_python(executor.runtime_env):
+        python = executor.resolve_cluster().python
     return JobSpec(
         argv=tuple(argv),
         # NeMo-Run has put the variables of the code into role.env; a cluster file may have more.
@@ -78,7 +92,7 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
             name: replace_macros(variable(name, value), executor)
             for name, value in {**executor.env_vars, **role.env}.items()
         },
-        python=_python(executor),
+        python=python,
         grace_s=executor.grace_s,
         keep_run_dir=executor.keep_run_dir,
         cwd=os.getcwd() if is_here and not has_code else None,
@@ -87,21 +101,6 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
         login_shell=executor.entrypoint_shell == "login",
         startup=tuple(executor.startup_commands),
     )
-
-
-def _check_guard(argv: list[str], executor: RayExecutor) -> None:
-    """Refuse the launch of a function that the node could not find in the program's file."""
-    if _RUNNER not in argv or not argv[-1].startswith(_CONFIGS):
-        return
-    from nemo_run_ray.remote.node.command import modules_of  # scripts do without it
-
-    path = Path(executor.job_dir, "configs", argv[-1].removeprefix(_CONFIGS))
-    try:
-        modules = modules_of(path.read_text(encoding="ascii"))
-    except (OSError, ValueError, zlib.error):
-        return  # a NeMo-Run that writes it otherwise
-    if "__main__" in modules:
-        check_guard()
 
 
 def variable(name: object, value: object) -> str:
@@ -114,18 +113,6 @@ def variable(name: object, value: object) -> str:
     return value
 
 
-def _python(executor: RayExecutor) -> str | None:
-    """The interpreter of a task: the one that is asked for, then that of its runtime environment,
-    then the cluster's.
-
-    ``None`` is what the node's ``PATH`` gives, where Ray has put the Python of ``pip``, ``uv`` or
-    ``conda`` first, and in a container that of the image.
-    """
-    if executor.python is not None or brings_python(executor.runtime_env):
-        return executor.python
-    return executor.resolve_cluster().python
-
-
 def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
     """The roles of a group, or of a task with several replicas.
 
@@ -136,23 +123,45 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
         why = "where it does nothing, for a whole group; set it on the executors of the roles."
         refuse_fields(executor, _OF_ROLES, why)
     executors = _executors(app, executor)
-    roles = []
+    # Spreading is about one role's replicas; another strategy is for the whole group.
+    strategies = {own.strategy for own in executors}
+    is_of_group = len(strategies) == 1 and (len(executors) == 1 or not strategies & set(_SPREADS))
+    roles: dict[str, RoleSpec] = {}
     for role, own in zip(app.roles, executors, strict=True):
         if own is not executor:
             own.check(role_name(role, own))
             # What plug-ins set on the group's executor is in role.env already.
             role = with_launcher(replace(role, env={**own.env_vars, **role.env}), own)
-        roles.append(_role_spec(role, own, len(executors)))
-    _check_roles(roles)
-    strategy, roles = _with_strategy(roles, executors)
+        spec = _role_spec(role, own, len(executors))
+        if not is_of_group and own.strategy == "STRICT_PACK":
+            raise ConfigError(
+                f"RayExecutor.strategy of the role {spec.name!r} is 'STRICT_PACK'; one node for "
+                "all replicas is for all roles of a group or for none. Give it to all of them, or "
+                "bind the role to a node by label_selector."
+            )
+        if not is_of_group and own.strategy in _SPREADS and spec.replicas > 1:
+            spec = spec._replace(spread=own.strategy)
+        key = env_key(spec.name)
+        if key in roles:
+            raise ConfigError(
+                f"The roles {roles[key].name!r} and {spec.name!r} of the group would share the "
+                f"variable NEMO_RUN_{key}_HOST; give each a RayExecutor.role of its own."
+            )
+        roles[key] = spec
+    if all(role.service for role in roles.values()):
+        names = ", ".join(sorted(role.name for role in roles.values()))
+        raise ConfigError(
+            f"The group has no primary role: {names} are services, and services run until the "
+            "primaries are done. Leave RayExecutor.service out of one."
+        )
     # A Python that is asked for in a container, or by some roles only, may not be on the head.
     pythons = {None if is_container(own.runtime_env) else own.python for own in executors}
     limits = [own.pending_timeout_s for own in executors if own.pending_timeout_s is not None]
     return GroupSpec(
-        roles=tuple(roles),
-        strategy=strategy,
+        roles=tuple(roles.values()),
+        strategy=strategies.pop() if is_of_group else "PACK",
         wait_for_nodes=any(own.wait_for_nodes for own in executors),
-        placing_timeout_s=min(limits) if limits else None,
+        placing_timeout_s=min(limits, default=None),
         python=(pythons.pop() if len(pythons) == 1 else None) or executor.resolve_cluster().python,
     )
 
@@ -219,24 +228,45 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
             f"The role {name!r} cannot have this name; allowed are up to {ROLE_MAX} letters, "
             "digits, '_', '.' and '-'. Set RayExecutor.role."
         )
+    if executor.service and count == 1:
+        raise ConfigError(
+            f"RayExecutor.service of {name!r} is True, but the task is alone: a service runs until "
+            "the other roles of its group are done."
+        )
+    ready = None if executor.ready is None else executor.ready.spec()
+    if ready and not executor.service:
+        raise ConfigError(
+            f"RayExecutor.ready of the role {name!r} is {executor.ready!r}, but the role is no "
+            "service, so nothing waits for it; set service=True or leave ready out."
+        )
+    if ready and isinstance(ready.port, str) and ready.port not in executor.ports:
+        raise ConfigError(
+            f"RayExecutor.ready of the role {name!r} asks the port {ready.port!r}, which is none "
+            f"of its ports ({', '.join(executor.ports) or 'it has none'}); add it to "
+            "RayExecutor.ports."
+        )
+    launcher = executor.get_launcher()
     launched = has_torchrun(executor)
-    processes = 1 if launched else executor.ntasks_per_node
     several = executor.nodes * executor.ntasks_per_node > 1
     spec = one_process(role, executor)
     ports = dict(executor.ports)
     if several:
         ports[RENDEZVOUS] = 0
-        argv = tuple(with_free_rendezvous(word, executor) for word in spec.task.argv)
-        spec = spec._replace(task=spec.task._replace(argv=argv))
-    _check_service(name, executor, count)
+    if several and launched and launcher.rdzv_port == type(launcher)().rdzv_port:
+        # NeMo-Run's default is the same for all: two jobs on a node would meet there. Instead
+        # comes a port that is free on the node.
+        head = f"${executor.macro_values().head_node_ip_var}"
+        rendezvous = f"{head}:{launcher.rdzv_port}"
+        argv = (f"{head}:$NEMO_RUN_RDZV_PORT" if w == rendezvous else w for w in spec.task.argv)
+        spec = spec._replace(task=spec.task._replace(argv=tuple(argv)))
     return spec._replace(
         replicas=executor.nodes,
-        processes=processes,
+        processes=1 if launched else executor.ntasks_per_node,
         ranked=several and not launched,
         service=executor.service,
         restarts=executor.retries,
         ports=ports,
-        ready=executor.ready.spec() if executor.ready is not None else None,
+        ready=ready,
     )
 
 
@@ -261,26 +291,6 @@ def amounts_of(executor: RayExecutor) -> dict[str, float]:
         **executor.resources_per_node,
     }
     return {name: amount for name, amount in asked.items() if amount}
-
-
-def _with_strategy(
-    roles: list[RoleSpec], executors: list[RayExecutor]
-) -> tuple[str, list[RoleSpec]]:
-    """The strategy of the group, and its roles; spreading is about one role's replicas."""
-    strategies = {own.strategy for own in executors}
-    if len(strategies) == 1 and (len(roles) == 1 or not strategies & set(_SPREADS)):
-        return strategies.pop(), roles
-    spread = []
-    for role, own in zip(roles, executors, strict=True):
-        if own.strategy == "STRICT_PACK":
-            raise ConfigError(
-                f"RayExecutor.strategy of the role {role.name!r} is 'STRICT_PACK'; one node for "
-                "all replicas is for all roles of a group or for none. Give it to all of them, or "
-                "bind the role to a node by label_selector."
-            )
-        is_spread = own.strategy in _SPREADS and role.replicas > 1
-        spread.append(role._replace(spread=own.strategy) if is_spread else role)
-    return "PACK", spread
 
 
 #: NeMo-Run's program for a function, and the folder of its configuration.
@@ -337,20 +347,6 @@ def with_launcher(role: Role, executor: RayExecutor) -> Role:
         component = ft_launcher.ft_launcher
         options |= {name: getattr(launcher, name) for name in _FAULT_TOLERANCE}
     return component(*role.args, **options).roles[0]
-
-
-def with_free_rendezvous(word: str, executor: RayExecutor) -> str:
-    """The word with a port that is free on the node instead of NeMo-Run's default for a rendezvous.
-
-    The default is the same for all: two jobs on a node would meet there.
-    """
-    launcher = executor.get_launcher()
-    if not isinstance(launcher, (Torchrun, FaultTolerance)):
-        return word
-    head = f"${executor.macro_values().head_node_ip_var}"
-    if launcher.rdzv_port == type(launcher)().rdzv_port and word == f"{head}:{launcher.rdzv_port}":
-        return f"{head}:$NEMO_RUN_RDZV_PORT"
-    return word
 
 
 def replace_macros(text: str, executor: RayExecutor) -> str:
@@ -411,43 +407,3 @@ def refuse_fields(executor: RayExecutor, names: Sequence[str], why: str) -> None
         value = getattr(executor, name)
         if value != getattr(plain, name):
             raise ConfigError(f"RayExecutor.{name} is {value!r}, {why}")
-
-
-def _check_service(name: str, executor: RayExecutor, count: int) -> None:
-    """Refuse a service that is alone in its group, and a probe that is never or cannot be asked."""
-    if executor.service and count == 1:
-        raise ConfigError(
-            f"RayExecutor.service of {name!r} is True, but the task is alone: a service runs until "
-            "the other roles of its group are done."
-        )
-    if executor.ready is None:
-        return
-    if not executor.service:
-        raise ConfigError(
-            f"RayExecutor.ready of the role {name!r} is {executor.ready!r}, but the role is no "
-            "service, so nothing waits for it; set service=True or leave ready out."
-        )
-    port = executor.ready.spec().port
-    if isinstance(port, str) and port not in executor.ports:
-        raise ConfigError(
-            f"RayExecutor.ready of the role {name!r} asks the port {port!r}, which is none of its "
-            f"ports ({', '.join(executor.ports) or 'it has none'}); add it to RayExecutor.ports."
-        )
-
-
-def _check_roles(roles: list[RoleSpec]) -> None:
-    """Refuse roles that share a name or a variable, and a group of nothing but services."""
-    by_key: dict[str, RoleSpec] = {}
-    for role in roles:
-        other = by_key.setdefault(env_key(role.name), role)
-        if other is not role:
-            raise ConfigError(
-                f"The roles {other.name!r} and {role.name!r} of the group would share the variable "
-                f"NEMO_RUN_{env_key(role.name)}_HOST; give each a RayExecutor.role of its own."
-            )
-    if all(role.service for role in roles):
-        names = ", ".join(sorted(role.name for role in roles))
-        raise ConfigError(
-            f"The group has no primary role: {names} are services, and services run until the "
-            "primaries are done. Leave RayExecutor.service out of one."
-        )

@@ -68,14 +68,6 @@ _LANES = """[...document.querySelectorAll(".axis .lane, .under, .row .lane")].ma
     const { left, width } = one.getBoundingClientRect();
     return `${left.toFixed(1)} ${width.toFixed(1)}`;
 })"""
-#: Rows of which something is drawn beyond their upper or lower edge.
-_BEYOND = """[...document.querySelectorAll(".row")].filter((row) => {
-    const { top, bottom } = row.getBoundingClientRect();
-    return [...row.querySelectorAll("rect, use, text, span")].some((one) => {
-        const box = one.getBoundingClientRect();
-        return box.height > 0 && (box.top < top - 1.5 || box.bottom > bottom + 1.5);
-    });
-}).length"""
 _SHOWN = (
     """[...document.querySelectorAll(".row:not([hidden]) bdi")].map((one) => one.textContent)"""
 )
@@ -93,18 +85,6 @@ def test_the_page_works_under_its_policy(tab, tmp_path, count):
     assert tab.ask("document.querySelectorAll('script').length") == 1
     titles = "[...document.querySelectorAll('.row .name')].map((one) => one.title)"
     assert tab.ask(titles) == [one["job"] for one in rows]
-
-
-@pytest.mark.parametrize(("count", "width"), [(12, 480), (100, 2200), (300, 1000)])
-def test_everything_is_aligned(tab, tmp_path, count, width):
-    tab.size(width, 900)
-    tab.open(_write(tmp_path, experiment(count)).as_uri())
-    assert len(set(tab.ask(_LANES))) == 1
-    assert tab.ask(_BEYOND) == 0
-    assert tab.ask("document.documentElement.scrollWidth <= innerWidth")
-    axis = "document.querySelector('.axis').getBoundingClientRect().bottom"
-    tab.ask("scrollTo(0, 10000)")
-    assert 0 < tab.ask(axis) < 250  # stays in sight
 
 
 def test_hostile_words_stay_words(tab, tmp_path):
@@ -193,25 +173,6 @@ def test_details_open_and_close(tab, tmp_path):
     tab.press("Escape")
     assert tab.ask(f"{visible}.length") == 0
     assert tab.ask("document.activeElement.getAttribute('href')") == "#job-0"
-
-
-def test_the_keyboard_is_enough(tab, tmp_path):
-    tab.open(_write(tmp_path, _chain()).as_uri())
-    active = "document.activeElement.getAttribute('href')"
-    tab.press("/", text="/")
-    assert tab.ask("document.activeElement.id") == "filter"
-    tab.press("ArrowDown")
-    assert tab.ask(active) == "#job-0"
-    tab.press("ArrowDown")
-    assert tab.ask(active) == "#job-1"
-    assert tab.ask(_OF.format("'.row.kin'")) == ["a", "c"]
-    tab.press("End")
-    assert tab.ask(active) == "#job-3"
-    tab.press("ArrowUp")
-    tab.press("Enter", text="\r")
-    assert tab.ask("location.hash") == "#job-2"
-    tab.press("Escape")
-    assert tab.ask(active) == "#job-2"
 
 
 def test_rows_are_filtered(tab, tmp_path):

@@ -1,7 +1,6 @@
 import base64
 import hashlib
 import re
-import time
 from html.parser import HTMLParser
 
 import pytest
@@ -141,14 +140,6 @@ def test_bars_of_a_job(state, attempts, bars):
     assert any("start not seen" in text for text in tips) is is_unseen
 
 
-def test_a_job_waits_for_others_and_then_for_its_turn():
-    first = row("a", "SUCCEEDED", attempt(posted=0, running=0, ended=40))
-    second = row("b", "SUCCEEDED", attempt(posted=50, running=60, ended=100), after=("a",))
-    early, waiting = _page(first, second).bars()[1:3]
-    assert [early["class"], early["x"], early["width"]] == ["early", "0.00%", "40.00%"]
-    assert [waiting["class"], waiting["x"], waiting["width"]] == ["waiting", "40.00%", "10.00%"]
-
-
 def test_an_array_has_a_band_with_a_part_for_each_state_of_its_elements():
     failed = row("a", "FAILED", attempt(posted=10, running=20, ended=100, state="FAILED"))
     counts = {"succeeded": 150, "failed": 50, "cancelled": 0, "running": 0, "waiting": 0}
@@ -159,7 +150,7 @@ def test_an_array_has_a_band_with_a_part_for_each_state_of_its_elements():
         ("element failed", 80, 20),
     ]
     _check_bars(made)
-    assert "50 of 200 elements: failed" in made.texts_in("title")
+    assert any("50 of 200 elements: failed: 20s" in text for text in made.texts_in("title"))
 
 
 def test_every_attempt_has_its_bars():
@@ -209,17 +200,6 @@ def test_dependencies_are_drawn_for_few_jobs():
     assert not _page(*few, row("one more")).all("use", href="#head-down")
 
 
-def test_the_head():
-    rows = (row("a", "FAILED", attempt(ended=3725)), row("b", "CANCELLED"))
-    made = _page(*rows, now=4000, title="my <title>")
-    assert made.texts_in("title")[0] == "my <title>"
-    facts = " ".join(made.texts_in("span"))
-    assert "2 jobs took 1h 2m began 2026-01-01 00:00:00 UTC" in re.sub(r"\s+", " ", facts)
-    assert "page made 2026-01-01 01:06:40 UTC" in facts
-    going = _page(row("a", "RUNNING", attempt(ended=None)), now=4000)
-    assert "running for 1h 6m" in going.texts_in("span")
-
-
 @pytest.mark.parametrize(
     ("span", "labels"),
     [
@@ -245,25 +225,6 @@ def test_the_policy_names_the_only_style_and_script():
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
     assert text.index("Content-Security-Policy") < text.index("<style>")
-
-
-def test_many_jobs_are_no_trouble():
-    layers = 10
-    rows = [
-        row(
-            f"job-{number}",
-            "FAILED",
-            *(attempt(100.0 * turn, None, 100.0 * turn + 90) for turn in (1, 2, 3)),
-            after=tuple(f"job-{one}" for one in range(number // 50 * 50 - 50, number // 50 * 50)),
-            message="line <of> the log\n" * 200,
-        )
-        for number in range(50 * layers)
-    ]
-    began_at = time.process_time()
-    text = page("t", rows, _BEGAN, _BEGAN + 1000)
-    assert time.process_time() - began_at < 3, "of the processor, whoever else uses it"
-    assert text.count('<li class="row') == 500
-    assert len(text) < 10e6
 
 
 _words = st.text(max_size=30) | st.sampled_from(_HOSTILE)

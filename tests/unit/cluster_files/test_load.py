@@ -87,7 +87,7 @@ def test_where_a_value_comes_from(write):
 def test_an_empty_file_is_no_embedded_ray(write, text):
     """A file that is being written is empty for a moment."""
     path = write(text, is_whole=True)
-    with pytest.raises(ConfigError, match="is empty") as caught:
+    with pytest.raises(ConfigError, match="holds nothing; expected keys") as caught:
         load("team-a")
     assert str(path) in str(caught.value)
 
@@ -122,6 +122,7 @@ BAD = {
     "cluster:\n  address: http://$/x\n": (2, "cluster.address", r"\$\$ for a dollar"),
     "cluster:\n\taddress: x\n": (2, "", "cannot start any token"),
     "cluster:\n  address: a\n  address: b\n": (3, "cluster.address", "first in line 2"),
+    "env: {set: {A: x, A: y}}\n": (1, "env.set.A", "given twice, first in line 1"),
     "on: x\n": (1, "on", "not known"),
     "clusters:\n  address: x\n": (1, "clusters", "did you mean 'cluster'"),
     "cluster:\n  adress: x\n": (2, "cluster.adress", "did you mean 'address'"),

@@ -42,24 +42,6 @@ def team(**fields: Any) -> RayExecutor:
     return RayExecutor(cluster="team-a", **fields).resolved()
 
 
-def test_a_pool_gives_labels_and_resources(write):
-    write(FILE)
-    found = team(pool="gpu")
-    assert found.label_selector == {"pool": "gpu"}
-    assert (found.gpus_per_node, found.resources_per_node) == (8, {"worker": 1})
-    assert found.env_vars == {"WHO": "pool", "D": "defaults", "P": "pool", "E": "file"}
-
-
-def test_the_code_wins_also_with_the_default_s_value(write):
-    write(FILE)
-    found = team(pool="gpu", gpus_per_node=0, retries=0, packager=run.Packager())
-    assert (found.gpus_per_node, found.retries) == (0, 0)
-    assert type(found.packager) is run.Packager
-    found = team(pool="gpu", env_vars={"WHO": "code"}, label_selector={"pool": "in(gpu,cpu)"})
-    assert found.env_vars["WHO"] == "code"
-    assert found.label_selector == {"pool": "in(gpu,cpu)"}
-
-
 def test_fields_that_are_assigned_win_too(write):
     write(FILE)
     executor = RayExecutor(cluster="team-a", pool="gpu")
@@ -254,15 +236,6 @@ SKILLS = """\
 """
 
 
-def test_a_file_of_nemo_skills(write, capsys):
-    write(SKILLS, "old.yaml")
-    executor = RayExecutor(cluster="old", image="vllm")
-    assert executor.resolve_cluster() == ExistingCluster("http://skills:8265")
-    assert executor.resolved().env_vars["WHO"] == "skills"
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("not used on Ray are executor, mounts") == 1
-
-
 @pytest.mark.filterwarnings("ignore:.*TEAM_API_KEY is the name of a credential:UserWarning")
 def test_a_key_that_a_file_of_nemo_skills_holds_is_a_secret(write, monkeypatch):
     monkeypatch.setenv("TEAM_API_KEY", "of the environment")
@@ -290,16 +263,6 @@ def test_nemo_skills_default_counts_where_it_is_for_ray(write, monkeypatch):
     assert RayExecutor().resolve_cluster() == ExistingCluster("http://head:8265")
 
 
-def test_a_profile_of_an_env_toml(tmp_path, configs):
-    (tmp_path / "cwd" / "env.toml").write_text(
-        '[base]\nexecutor = "ray"\nray_address = "http://head:8265"\nnodes = 2\n'
-        '[gpu]\nextends = "base"\ngpus_per_node = 8\npartition = "x"\n'
-    )
-    found = RayExecutor(cluster="gpu").resolved()
-    assert found.cluster == ExistingCluster("http://head:8265")
-    assert (found.nodes, found.gpus_per_node) == (2, 8)
-
-
 def test_a_secret_from_another_place(write, monkeypatch, tmp_path):
     write("env: {forward: [A_TOKEN, HF_TOKEN], value_from: {A_TOKEN: [OTHER]}}\n")
     monkeypatch.setenv("OTHER", "v1")
@@ -319,19 +282,6 @@ def test_an_image_that_the_file_does_not_know(write):
     assert team(image="vllm").label_selector == {"pool": "gpu"}
     with pytest.raises(ConfigError, match=r"would run on any node. Did you mean 'vllm'"):
         team(image="vlm")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [("executor: none\n\tbackend: ray\n", "team.yaml:2"), (None, "There is no cluster file")],
-)
-def test_skills_default_that_is_broken_is_not_the_embedded_ray(tmp_path, monkeypatch, text, told):
-    path = tmp_path / "team.yaml"
-    if text:
-        path.write_text(text)
-    monkeypatch.setenv("NEMO_SKILLS_CONFIG", str(path))
-    with pytest.raises(ConfigError, match=told):
-        RayExecutor().resolve_cluster()
 
 
 def test_two_authorizations(write):

@@ -45,12 +45,6 @@ def test_an_unknown_name_gets_the_nearest_and_the_folders(write, configs):
     assert "nemo-run-ray init" in str(caught.value)
 
 
-def test_no_folder_at_all(configs):
-    configs.rmdir()
-    with pytest.raises(ConfigError, match="no folder"):
-        search.find("x")
-
-
 ENV_TOML = '[gpu]\nexecutor = "ray"\nray_address = "http://head:8265"\n[wandb]\nproject = "x"\n'
 
 

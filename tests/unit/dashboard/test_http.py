@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import logging
 import os
@@ -15,7 +14,7 @@ import pytest
 from nemo_run_ray.clusters.base import Dashboard, interrupted
 from nemo_run_ray.dashboard import http
 from nemo_run_ray.dashboard.http import Http
-from nemo_run_ray.dashboard.logs import LogStream
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import (
     ClusterError,
     ConfigError,
@@ -81,8 +80,8 @@ def test_requests_are_not_logged(caplog):
     """NeMo-Run shows the INFO of every logger."""
     caplog.set_level(logging.INFO)
     pieces = staticmethod(lambda: iter([OK + b"Content-Length: 0\r\n\r\n"]))
-    with serving(Hostile, pieces=pieces) as url, contextlib.closing(Http(Dashboard(url))) as front:
-        front.get("/api/jobs/")
+    with serving(Hostile, pieces=pieces) as url:
+        Http(Dashboard(url)).get("/api/jobs/")
     assert caplog.records == []
 
 
@@ -90,7 +89,7 @@ def test_a_stream_begins_before_the_deadline():
     with (
         serving(Hostile, pieces=staticmethod(drip(OK, b"X-A: 1\r\n"))) as url,
         pytest.raises(http.httpx.ReadTimeout),
-        Http(Dashboard(url)).stream("/log", 0.5),
+        Http(Dashboard(url)).stream("/log", 0.5, {}),
     ):
         pass
 
@@ -122,8 +121,8 @@ def test_an_answer_says_when_to_ask_again():
             else:
                 self.send(200, "[]")
 
-    with serving(Front) as url, contextlib.closing(Http(Dashboard(url))) as front:
-        assert http.repeat(lambda: front.get("/"), 8).json() == []
+    with serving(Front) as url:
+        assert http.repeat(lambda: Http(Dashboard(url)).get("/"), 8).json() == []
     first, second, third = asked
     assert second - first >= 1
     assert third - second >= 1
@@ -138,18 +137,6 @@ def test_nothing_is_unpacked():
         pytest.raises(Unreachable, match=r"encoded \(gzip\), which was not asked for"),
     ):
         Http(Dashboard(url)).get("/api/jobs/")
-
-
-def test_json_that_is_too_deep_is_not_rays():
-    text = b"[" * 200_000
-    head = OK + b"Content-Length: %d\r\n\r\n" % len(text)
-    pieces = staticmethod(lambda: iter([head, text]))
-    with (
-        serving(Hostile, pieces=pieces) as url,
-        contextlib.closing(Http(Dashboard(url))) as front,
-        pytest.raises(Unreachable, match="is not a Ray dashboard"),
-    ):
-        front.read(front.get("/api/jobs/"), list)
 
 
 @pytest.mark.parametrize(
@@ -254,26 +241,11 @@ def test_requests_and_a_logs_websocket_take_the_same_proxy(proxies):
 
     with serving(Proxy) as url:
         proxies(http_proxy=url, https_proxy="socks://proxy", socks_proxy="proxy:1080")
-        with contextlib.closing(Http(Dashboard(FRONT))) as front:
-            front.request("GET", "/api/jobs/")
-            with pytest.raises(StreamCut):
-                next(LogStream(front, lambda _: None).tail("job", lambda: True))
+        api = JobsApi(Dashboard(FRONT))
+        api._http.request("GET", "/api/jobs/")
+        with pytest.raises(StreamCut):
+            next(api.tail_log("job", lambda: True))
     assert asked == [f"GET {FRONT}/api/jobs/", "CONNECT ray.example.org:8265"]
-
-
-def test_a_question_that_ctrl_c_ended_is_asked_again():
-    answers = [KeyboardInterrupt(), 1]
-
-    def ask() -> int:
-        answer = answers.pop(0)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    cached = http.Cached(ask, 60.0)
-    with pytest.raises(KeyboardInterrupt):
-        cached.get()
-    assert cached.get() == 1
 
 
 def test_a_log_that_is_too_large_for_the_jobs_api_is_given_up(monkeypatch):
@@ -284,7 +256,8 @@ def test_a_log_that_is_too_large_for_the_jobs_api_is_given_up(monkeypatch):
             is_log = self.path == "/api/jobs/x/logs"
             self.send(200 if is_log else 403, '{"logs": "much"}')
 
-    with serving(Closed) as url, contextlib.closing(Http(Dashboard(url))) as front:
-        logs = LogStream(front, lambda _: {"driver_node_id": "a"})
+    monkeypatch.setattr(JobsApi, "job", lambda *_: {"driver_node_id": "a"})
+    with serving(Closed) as url:
+        api = JobsApi(Dashboard(url))
         with pytest.raises(JobError, match=r"more than 0 MiB and .*/file is closed"):
-            list(logs.whole("x"))
+            list(api.whole_log("x"))

@@ -10,9 +10,8 @@ from websockets.http11 import Request
 from websockets.sync.server import Server, ServerConnection, serve
 
 from nemo_run_ray.clusters.base import Dashboard
-from nemo_run_ray.dashboard import logs
-from nemo_run_ray.dashboard.http import Http
-from nemo_run_ray.dashboard.logs import LogStream
+from nemo_run_ray.dashboard import jobs
+from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import StreamCut, Unanswered
 
 
@@ -31,7 +30,8 @@ class Head:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         port = self._server.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.logs = LogStream(Http(Dashboard(self.url, {"X-Proxy-Token": "secret"})), self._row)
+        self.api = JobsApi(Dashboard(self.url, {"X-Proxy-Token": "secret"}))
+        self.api.job = self._row
 
     def close(self) -> None:
         self._server.shutdown()
@@ -60,9 +60,9 @@ class Head:
 @pytest.fixture
 def head(monkeypatch) -> Iterator[Head]:
     """Its seconds are milliseconds, but for those until the first text."""
-    monkeypatch.setattr(logs, "_BEGIN_S", 60.0)
+    monkeypatch.setattr(jobs, "_BEGIN_S", 60.0)
     for name in ("_LOOK_S", "_UNANSWERED_S", "_SILENCE_MAX_S"):
-        monkeypatch.setattr(logs, name, getattr(logs, name) / 1000)
+        monkeypatch.setattr(jobs, name, getattr(jobs, name) / 1000)
     head = Head()
     yield head
     head.close()
@@ -70,7 +70,7 @@ def head(monkeypatch) -> Iterator[Head]:
 
 def cut(head: Head) -> str:
     """How a stream that has begun is cut."""
-    texts = head.logs.tail("job", lambda: pytest.fail("it has begun"))
+    texts = head.api.tail_log("job", lambda: pytest.fail("it has begun"))
     assert next(texts) == "begins\n"
     with pytest.raises((StreamCut, Unanswered)) as raised:
         next(texts)
@@ -94,10 +94,10 @@ def test_a_stream_that_stands_still_is_cut_at_a_look(head, answers, end):
 
 
 def test_a_stream_that_never_begins_ends_with_its_job(head, monkeypatch):
-    monkeypatch.setattr(logs, "_BEGIN_S", 0.001)
+    monkeypatch.setattr(jobs, "_BEGIN_S", 0.001)
     head.texts = []
     looks = iter([True, True, False])
-    assert list(head.logs.tail("job", lambda: next(looks))) == []
+    assert list(head.api.tail_log("job", lambda: next(looks))) == []
 
 
 def test_a_stream_is_not_redirected_and_its_headers_reach_nobody_else(head):
@@ -106,7 +106,7 @@ def test_a_stream_is_not_redirected_and_its_headers_reach_nobody_else(head):
         for elsewhere in (other.url, head.url):
             head.elsewhere = f"{elsewhere}/elsewhere".replace("http", "ws")
             with pytest.raises(StreamCut, match="HTTP 302; redirects are not followed"):
-                next(head.logs.tail("job", lambda: True))
+                next(head.api.tail_log("job", lambda: True))
         assert other.asked == []
         assert [sent["x-proxy-token"] for sent in head.asked] == ["secret"] * 2
     finally:
@@ -115,4 +115,4 @@ def test_a_stream_is_not_redirected_and_its_headers_reach_nobody_else(head):
 
 def test_bytes_that_are_no_text_do_not_end_a_log(head):
     head.texts = [b"\xff\n"]
-    assert next(head.logs.tail("job", lambda: True)) == "\ufffd\n"
+    assert next(head.api.tail_log("job", lambda: True)) == "\ufffd\n"

@@ -68,7 +68,6 @@ def api() -> Iterator[JobsApi]:
         found = JobsApi(Dashboard(url, {}))
         found.posts = posts
         yield found
-        found._http.close()
 
 
 ORPHANS = {"gone": {"status": "RUNNING", "start_time": 0, "driver_node_id": "node0"}}

@@ -71,7 +71,6 @@ def _ignored(reading):
         ("cluster: {address: 'http://h:8265'}\n", False, None),
         ("preflight: {enabled: true}\n", False, None),
         ("pools: {gpu: {}}\nexecutor: ray\n", False, None),
-        ("", False, None),
     ],
 )
 def test_whose_a_file_is_and_whether_it_is_for_ray(path, text, is_skills, is_for_ray):

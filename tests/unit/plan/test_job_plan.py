@@ -4,7 +4,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import nemo_run as run
@@ -25,7 +24,6 @@ from nemo_run_ray.plan.job import (
     plan,
 )
 from nemo_run_ray.remote import start
-from nemo_run_ray.remote.spec import SUBMISSION_ID
 
 _WORDS = [
     "",
@@ -102,18 +100,6 @@ def packed(tmp_path):
 def test_a_scripts_words_stay_as_they_are(packed):
     app, executor = packed(run.Script(path="a b.sh", args=_WORDS))
     assert plan(app, executor, "exp.job", "job").spec.argv == ("bash", "a b.sh", *_WORDS)
-
-
-def test_torchruns_words_are_unquoted(packed):
-    app, executor = packed(
-        run.Script(path="a b.py", entrypoint="python", args=_WORDS),
-        launcher="torchrun",
-        ntasks_per_node=2,
-    )
-    argv = plan(app, executor, "exp.job", "job").spec.argv
-    assert argv[0] == "torchrun"
-    assert argv[argv.index("--nproc-per-node") + 1] == "2"
-    assert argv[-len(_WORDS) - 1 :] == ("a b.py", *_WORDS)
 
 
 def test_reservations():
@@ -339,19 +325,6 @@ def test_the_dry_run(monkeypatch):
     assert describe(planned, "a cluster", ["code", "configs"]) == _GOLDEN
 
 
-def test_the_dry_run_shows_the_shell():
-    planned = _planned(
-        _app("python", "a b.py"), entrypoint_shell="login", startup_commands=["cd 'a b'", "a\nb"]
-    )
-    assert describe(planned, "c", []).splitlines()[2:7] == [
-        "command   python 'a b.py'",
-        "shell     bash -l: the node's profile sets PATH",
-        "before    cd 'a b'",
-        "before    a",
-        "          b",
-    ]
-
-
 _GOLDEN_GROUP = """\
 Ray job   exp.job
 cluster   a cluster
@@ -379,11 +352,3 @@ secret    TOKEN=***"""
 def test_the_dry_run_of_a_group(monkeypatch):
     monkeypatch.setenv("TOKEN", "very-secret")
     assert describe(_group_plan(), "a cluster", ["code", "configs"]) == _GOLDEN_GROUP
-
-
-def test_a_dispatched_job_leaves_the_id_of_the_attempt_open():
-    planned = _planned(_app("true"), python="/opt/e.job nonce/python")
-    spec = planned.dispatched(planned.body({}, [], "nonce"), [], "e.dispatcher")
-    for name in (planned.submission_id, f"{planned.submission_id}@3"):
-        body = replace(planned, submission_id=name).body({}, [], "nonce")
-        assert spec.body["entrypoint"].replace(SUBMISSION_ID, name) == body["entrypoint"]
