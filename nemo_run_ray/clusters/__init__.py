@@ -37,7 +37,3 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: type = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

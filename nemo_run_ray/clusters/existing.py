@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -17,8 +18,6 @@ from nemo_run_ray.fields import CONTROL, is_credential_name, strict_init
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
-#: Variables of Ray's with its address, first the dashboard's.
-_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
 #: Name and value of a header that can be sent.
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
@@ -64,23 +63,6 @@ class ExistingCluster(Cluster):
 
     def __post_init__(self) -> None:
         self.url = _dashboard_url(self.url)
-        self._check_headers()
-        if self.token is not None and not _is_plain(self.token):
-            raise ConfigError(
-                "ExistingCluster.token holds a blank, a line's end or another character that a "
-                "token cannot have, or is no text (it is not shown here); give the token alone."
-            )
-        if self.token is not None and not self.token.startswith("sha256:"):
-            fingerprint = _fingerprint(self.token)
-            _TOKENS[fingerprint] = self.token.strip()
-            self.token = fingerprint
-        if isinstance(self.verify, str) and not Path(self.verify).is_file():
-            raise ConfigError(
-                f"ExistingCluster.verify: there is no file {self.verify!r}; expected True, False "
-                "or the path of a PEM file with the CA to trust."
-            )
-
-    def _check_headers(self) -> None:
         if not isinstance(self.headers, dict) or not all(
             isinstance(word, str) for pair in self.headers.items() for word in pair
         ):
@@ -94,21 +76,32 @@ class ExistingCluster(Cluster):
                     "with the experiment. Put the value into a variable of the environment and "
                     f"give {{{name!r}: '${{NAME_OF_IT}}'}}, or use token= for Ray's own token."
                 )
+        if self.token is not None:
+            token = _checked(self.token, "ExistingCluster.token")
+            if not token.startswith("sha256:"):
+                self.token = _fingerprint(token)
+                _TOKENS[self.token] = token
+        if isinstance(self.verify, str) and not Path(self.verify).is_file():
+            raise ConfigError(
+                f"ExistingCluster.verify: there is no file {self.verify!r}; expected True, False "
+                "or the path of a PEM file with the CA to trust."
+            )
 
     @property
     def title(self) -> str:
         return self.url
 
     def connect(self) -> Dashboard:
-        headers = {name: _fill(name, value) for name, value in self.headers.items()}
-        for name, value in headers.items():
-            _check_header(name, value)
-        given = {name.lower(): value for name, value in self.headers.items()}
-        names = _VARIABLE.findall(given.get("authorization", ""))
+        headers, step = {}, ""
+        for name, value in self.headers.items():
+            headers[name] = _VARIABLE.sub(partial(_variable, name), value)
+            _check_header(name, headers[name])
+            if name.lower() == "authorization":
+                names = ", ".join(_VARIABLE.findall(value))
+                step = f"Correct the variable {names} of your environment."
         token = self._token()
-        if token is not None and "authorization" not in given:
+        if token is not None and not step:
             headers["Authorization"] = f"Bearer {token}"
-        step = f"Correct the variable {', '.join(names)} of your environment." if names else ""
         dashboard = Dashboard(self.url, headers, self.verify, step)
         sent = [name for name in headers if is_credential_name(name)]
         if sent and self.url.startswith("http://") and not dashboard.is_loopback:
@@ -123,24 +116,44 @@ class ExistingCluster(Cluster):
         return self.connect()
 
     def record(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "url": self.url,
-            "token": self.token,
-            "headers": dict(self.headers),
-            "verify": self.verify,
-        }
+        return {"kind": self.kind, **vars(self)}
 
     def _token(self) -> str | None:
+        """Ray's token for this cluster; without one of its own, from where Ray looks for one."""
         if self.token in _TOKENS:
             return _TOKENS[self.token]
-        found = token_of_user()
+        # Naming a cluster needs no client of its dashboard.
+        from nemo_run_ray.remote.dashboard import ray_token
+
+        try:
+            token = ray_token()
+        except OSError as error:
+            raise ConfigError(
+                f"Ray's token file {error.filename} cannot be read ({error.strerror}). Correct the "
+                "file or the variable RAY_AUTH_TOKEN_PATH."
+            ) from error
+        if not token:
+            return None
+        places = (
+            "Ray's token of this user (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
+        )
+        token = _checked(token, places)
         # That of another cluster is not for this one.
-        return found if self.token in (None, _fingerprint(found)) else None
+        return token if self.token in (None, _fingerprint(token)) else None
 
 
-def _fingerprint(token: str | None) -> str:
-    return "sha256:" + hashlib.sha256((token or "").strip().encode()).hexdigest()[:16]
+def _fingerprint(token: str) -> str:
+    return "sha256:" + hashlib.sha256(token.encode()).hexdigest()[:16]
+
+
+def _checked(token: object, what: str) -> str:
+    """A token without the blanks around it."""
+    if isinstance(token, str) and token.isascii() and token.split() == [token.strip()]:
+        return token.strip()
+    raise ConfigError(
+        f"{what} holds a blank, a line's end or another character that a token cannot have, or is "
+        "no text (it is not shown here); give the token alone."
+    )
 
 
 def _check_header(name: str, value: str) -> None:
@@ -151,37 +164,17 @@ def _check_header(name: str, value: str) -> None:
         )
 
 
-def _is_plain(token: object) -> bool:
-    return isinstance(token, str) and token.strip().isascii() and token.split() == [token.strip()]
-
-
-def token_of_user() -> str | None:
-    """The token of this user, looked for where Ray looks: variable, named file, home."""
-    try:
-        # Naming a cluster needs no client of its dashboard.
-        from nemo_run_ray.remote.dashboard import ray_token
-
-        token = ray_token() or None
-    except OSError as error:
-        raise ConfigError(
-            f"Ray's token file {error.filename} cannot be read ({error.strerror}). Correct the "
-            "file or the variable RAY_AUTH_TOKEN_PATH."
-        ) from error
-    if token is not None and not _is_plain(token):
-        raise ConfigError(
-            "Ray's token of this user (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token) "
-            "holds a character that a token cannot have (it is not shown here); write the token "
-            "alone."
-        )
-    return token
-
-
 def _dashboard_url(url: str) -> str:
     allowed = "expected http(s)://host[:port][/prefix] of Ray's dashboard"
     if not isinstance(url, str) or not url.strip():
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.")
     if url.strip() == "auto":
-        return _url_of_environment()
+        # The address that Ray's own tools would use, or that of a Ray on this machine.
+        for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+            address = os.environ.get(name, "").strip()
+            if address not in ("", "auto", "local"):
+                return _dashboard_url(address)
+        return f"http://127.0.0.1:{DASHBOARD_PORT}"
     try:
         parts = urlsplit(url.strip())
         if _HOST_AND_PORT.fullmatch(url.strip()):
@@ -218,26 +211,11 @@ def _warn_once(url: str, text: str) -> None:
         warnings.warn(text, UserWarning, stacklevel=2)
 
 
-def _url_of_environment() -> str:
-    """The address that Ray's own tools would use, or that of a Ray on this machine."""
-    for name in _ADDRESS_VARIABLES:
-        given = os.environ.get(name, "").strip()
-        if given and given not in ("auto", "local"):
-            try:
-                return _dashboard_url(given)
-            except ConfigError as error:
-                raise ConfigError(f"The variable {name}: {error}") from None
-    return f"http://127.0.0.1:{DASHBOARD_PORT}"
-
-
-def _fill(header: str, value: str) -> str:
-    def variable(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if name not in os.environ:
-            raise ConfigError(
-                f"ExistingCluster.headers[{header!r}] needs the environment variable {name}, which "
-                "is not set; set it and run again."
-            )
-        return os.environ[name]
-
-    return _VARIABLE.sub(variable, value)
+def _variable(header: str, match: re.Match[str]) -> str:
+    name = match.group(1)
+    if name not in os.environ:
+        raise ConfigError(
+            f"ExistingCluster.headers[{header!r}] needs the environment variable {name}, which is "
+            "not set; set it and run again."
+        )
+    return os.environ[name]

@@ -23,7 +23,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import os
 import random
 import re
@@ -52,7 +51,6 @@ from nemo_run_ray.remote.dashboard import (
     EMBEDDED,
     DashboardClient,
     Unanswered,
-    UnknownAnswer,
 )
 from nemo_run_ray.remote.files import (
     ENDS_AT,
@@ -70,16 +68,12 @@ from nemo_run_ray.remote.node.supervise import descendants, kill, marked
 from nemo_run_ray.remote.spec import job_rows, rows_in
 from nemo_run_ray.remote.status import is_active
 
-log = logging.getLogger(__name__)
-
 #: Ray's own folder in that of the cluster.
 RAY_FOLDER = "r"
 #: File in the folder of a cluster that this package has made: no other one is removed.
 MARKER = ".nemo_run_ray"
 #: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
 _TEMP_ROOT_MAX_BYTES = 107 - 75
-#: File in Ray's folder with the address of its GCS, and seconds in which it must be there.
-_CURRENT, _CURRENT_S = "ray_current_cluster", 20.0
 #: Ray's variable for how often it builds a runtime environment. Each time starts from nothing and
 #: takes 20 s for ``pip``, which itself repeats what the network drops; Ray's default is three.
 _TRIES = "RUNTIME_ENV_RETRY_TIMES"
@@ -127,6 +121,7 @@ class LocalState:
     born: str
     url: str
     root: str
+    gcs: str = ""
     size: list[int | None] = field(default_factory=lambda: [None, None])
     keep: bool = False
     #: A run was detached: it outlives its last user, until it is idle.
@@ -179,13 +174,14 @@ class LocalCluster(Cluster):
             state = self._read()
             if state is None:
                 self._remove_dead()
+                CONSOLE.log("Starting an embedded Ray on this machine (about 10 s) …")
                 return self._dashboard(self._start())
             if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
                 CONSOLE.log(
                     f"The embedded Ray is up with num_cpus, num_gpus = {state.size}, not with "
                     f"{[self.num_cpus, self.num_gpus]}. To change that: nemo-run-ray down"
                 )
-            self._join(state, self.keep)
+            self._join(state)
         return self._dashboard(state)
 
     def find(self) -> Dashboard | None:
@@ -211,14 +207,10 @@ class LocalCluster(Cluster):
         Raises:
             ClusterError: it does not run.
         """
-        deadline = time.monotonic() + _CURRENT_S
-        while (state := self._read()) is not None and time.monotonic() < deadline:
-            # `ray start` writes it last of all, a moment after a node can run jobs.
-            with contextlib.suppress(FileNotFoundError):
-                address = Path(state.root, RAY_FOLDER, _CURRENT).read_text(encoding="utf-8")
-                return {"RAY_ADDRESS": address.strip(), **self._credentials()}
-            time.sleep(0.1)
-        raise ClusterError("The embedded Ray has ended, or hangs. Run the program again.")
+        state = self._read()
+        if state is None:
+            raise ClusterError("The embedded Ray has ended. Run the program again.")
+        return {"RAY_ADDRESS": state.gcs, **self._credentials}
 
     def stop(self) -> None:
         """Stop it now, with all that runs on it, if there is one."""
@@ -245,47 +237,43 @@ class LocalCluster(Cluster):
     def _token(self) -> Path:
         return self._path / "token"
 
+    @property
+    def _credentials(self) -> dict[str, str]:
+        """The variables by which Ray, and its programs, have the token."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)}
+
     def _dashboard(self, state: LocalState) -> Dashboard:
         headers = {"Authorization": f"Bearer {self._token.read_text()}"}
         why_dead = partial(self._why_dead, state)
         return Dashboard(state.url, headers, why_dead=why_dead, token_at=str(self._token))
 
-    def _start(self) -> LocalState:
+    def _start(self, tries: int = _STARTS) -> LocalState:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
-        CONSOLE.log("Starting an embedded Ray on this machine (about 10 s) …")
-        for _ in range(_STARTS - 1):
-            began = time.monotonic()
-            try:
-                return self._start_once()
-            except ClusterError:
-                if not _SLOW_S <= time.monotonic() - began < _START_LIMIT_S:
-                    raise
-            CONSOLE.log("Ray was too slow on this busy machine. Starting it again …")
-        return self._start_once()
-
-    def _start_once(self) -> LocalState:
-        root, port = _temp_root(), _free_port()
-        options = {
-            "port": 0,
-            "dashboard-agent-listen-port": 0,
+        began = time.monotonic()
+        for folder in (tempfile.gettempdir(), "/tmp"):
+            root = tempfile.mkdtemp(prefix="nray-", dir=folder)  # 0700, whatever Ray makes inside
+            if len(os.fsencode(root)) <= _TEMP_ROOT_MAX_BYTES:
+                break
+            os.rmdir(root)
+        Path(root, MARKER).touch()
+        port, dashboard_port, client_port = _free_ports(3)
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *(f"--port={port}", f"--dashboard-port={dashboard_port}"),
             # Ray's default, 10001, may be another Ray's, and `ray start` ends when it is taken.
-            "ray-client-server-port": _free_port(),
-            "include-dashboard": "true",
-            "dashboard-host": "127.0.0.1",
-            "dashboard-port": port,
-            "temp-dir": f"{root}/{RAY_FOLDER}",
-            "num-cpus": self.num_cpus,
-            "num-gpus": self.num_gpus,
-        }
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
-        command += ["--disable-usage-stats"]
-        command += [f"--{name}={value}" for name, value in options.items() if value is not None]
-        size, url = [self.num_cpus, self.num_gpus], f"http://127.0.0.1:{port}"
-        state = LocalState(pid=0, born="", url=url, root=root, size=size)
+            *(f"--ray-client-server-port={client_port}", "--dashboard-agent-listen-port=0"),
+            *("--include-dashboard=true", "--dashboard-host=127.0.0.1", "--disable-usage-stats"),
+            f"--temp-dir={root}/{RAY_FOLDER}",
+        ]
+        size = [self.num_cpus, self.num_gpus]
+        for name, number in zip(("cpus", "gpus"), size, strict=True):
+            command += [] if number is None else [f"--num-{name}={number}"]
+        url = f"http://127.0.0.1:{dashboard_port}"
+        state = LocalState(0, "", url, root, f"127.0.0.1:{port}", size)
         try:
             # This is written first: if this client dies here, the next one finds what to remove.
             self._write(state)
-            with self._usable(), open(self._log, "wb") as output:
+            with open(self._log, "wb") as output:
                 process = subprocess.Popen(
                     command,
                     env=self._environment(root),
@@ -299,43 +287,42 @@ class LocalCluster(Cluster):
             state.pid, state.born = process.pid, process_identity(process.pid) or ""
             self._write(state)
             self._await_node(state)
-            self._join(state, self.keep)
+            self._join(state)
             # This ends the Ray when it is idle, and ends with it, by its environment.
             package = str(Path(__file__).parents[1])
             words = [sys.executable, "-I", "-S", "-c", _WATCH, package, str(self._path), root]
             _detached(
                 'exec "$@"', *words, str(self.idle_timeout_s), env={**os.environ, EMBEDDED: root}
             )
-        except BaseException:
+            return state
+        except BaseException as error:
+            is_slow = _SLOW_S <= time.monotonic() - began < _START_LIMIT_S
             self._stop(state)
-            raise
-        return state
+            if tries == 1 or not is_slow or not isinstance(error, ClusterError):
+                raise
+        CONSOLE.log("Ray was too slow on this busy machine. Starting it again …")
+        return self._start(tries - 1)
 
     def _await_node(self, state: LocalState) -> None:
         """Wait for a node: the dashboard may answer for long before one can run a job."""
-        ray_log = self._log
         deadline = time.monotonic() + _START_LIMIT_S
-        while time.monotonic() < deadline:
-            if not state.is_alive:
-                code = os.waitstatus_to_exitcode(os.waitpid(state.pid, 0)[1])
-                raise ClusterError(
-                    f"The embedded Ray did not start: `ray start` ended with exit code {code}. "
-                    "Correct what its log names, or give RayExecutor the address of a cluster. "
-                    f"{end_of_log(ray_log)}"
-                )
-            try:
+        while state.is_alive:
+            with contextlib.suppress(Unanswered):
                 dashboard = self._client(state)
                 if dashboard.alive_nodes():
                     dashboard.table()
                     return
-            except UnknownAnswer:  # of another version of Ray, which is up
-                return
-            except Unanswered:
-                pass
+            if time.monotonic() >= deadline:
+                raise ClusterError(
+                    f"No node joined the embedded Ray at {state.url} within {_START_LIMIT_S:.0f} "
+                    f"s. {_end_of_log(self._log)}"
+                )
             time.sleep(0.1)
+        code = os.waitstatus_to_exitcode(os.waitpid(state.pid, 0)[1])
         raise ClusterError(
-            f"No node joined the embedded Ray at {state.url} within {_START_LIMIT_S:.0f} s. "
-            f"{end_of_log(ray_log)}"
+            f"The embedded Ray did not start: `ray start` ended with exit code {code}. Correct "
+            "what its log names, or give RayExecutor the address of a cluster. "
+            f"{_end_of_log(self._log)}"
         )
 
     @contextlib.contextmanager
@@ -346,8 +333,6 @@ class LocalCluster(Cluster):
             if why:
                 raise PermissionError(errno.EPERM, why)
             yield
-        except TimeoutError:  # of a lock
-            raise
         except OSError as error:
             raise ConfigError(
                 f"The embedded Ray cannot use its folder {self._path}: {error.strerror}. Set "
@@ -365,26 +350,18 @@ class LocalCluster(Cluster):
         """
         from filelock import FileLock, Timeout
 
-        lock = FileLock(self._path / "lock", timeout=_LOCK_LIMIT_S)
-        try:
-            with self._usable():
-                self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
-                try:
-                    lock.acquire(timeout=_SILENT_S)
-                except Timeout:
-                    CONSOLE.log(
-                        "Another process is starting or stopping the embedded Ray; waiting …"
-                    )
-                    lock.acquire()
-        except Timeout as error:
-            raise ClusterError(
-                f"Another process has been starting or stopping the embedded Ray for "
-                f"{_LOCK_LIMIT_S:.0f} s (lock {self._path / 'lock'}); end it or wait for it."
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
+        lock = FileLock(self._path / "lock")
+        with self._usable():
+            self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for limit_s in (_SILENT_S, _LOCK_LIMIT_S):
+                with contextlib.suppress(Timeout), lock.acquire(timeout=limit_s):
+                    yield
+                    return
+                CONSOLE.log("Another process is starting or stopping the embedded Ray; waiting …")
+        raise ClusterError(
+            f"Another process has been starting or stopping the embedded Ray for "
+            f"{_LOCK_LIMIT_S:.0f} s (lock {lock.lock_file}); end it or wait for it."
+        )
 
     def _read(self) -> LocalState | None:
         """The state of a cluster that lives, else ``None``."""
@@ -411,10 +388,6 @@ class LocalCluster(Cluster):
     def _client(self, state: LocalState) -> DashboardClient:
         return DashboardClient(state.url, self._token.read_text, _ANSWER_S)
 
-    def _credentials(self) -> dict[str, str]:
-        """The variables by which Ray, and its programs, have the token."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)}
-
     def _environment(self, root: str) -> dict[str, str]:
         """The environment of the embedded Ray; writes a new token."""
         self._token.unlink(missing_ok=True)
@@ -422,10 +395,11 @@ class LocalCluster(Cluster):
         with open(open_own(str(self._token), flags), "w") as file:
             file.write(secrets.token_hex(32))
         env = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
-        return env | {
-            **self._credentials(),
+        return {
+            _TRIES: "1",
+            **env,
+            **self._credentials,
             "RAY_USAGE_STATS_ENABLED": "0",
-            _TRIES: os.environ.get(_TRIES, "1"),
             "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
             "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
             EMBEDDED: root,
@@ -433,9 +407,9 @@ class LocalCluster(Cluster):
 
     def _why_dead(self, state: LocalState) -> str:
         """Explain why a cluster cannot answer any more; empty while its processes live."""
+        last = self._read_any()
         if state.is_alive:
             return ""
-        last = self._read_any()
         if last is None or last.pid != state.pid:
             return f"The embedded Ray at {state.url} has been stopped."
         return ClusterArchive(_died(state, self._log)).sentence
@@ -444,27 +418,25 @@ class LocalCluster(Cluster):
         """The archive of a session; an empty name is the last one, unless it was stopped."""
         folder = self._path / "archive" / session
         with contextlib.suppress(OSError):
-            reason = (folder / "reason").read_text(encoding="utf-8")
-            rows = folder / "jobs.json"
+            reason, rows = (folder / "reason").read_text(encoding="utf-8"), folder / "jobs.json"
             text = rows.read_text(encoding="utf-8") if rows.exists() else ""
-            return ClusterArchive(reason, rows_in(text), _logs_in(folder / "logs"))
+            return ClusterArchive(reason, rows_in(text), _logs_in(folder))
         last = self._read_any()
         if last is None or last.is_alive:
             return None
         ray = Path(last.root, RAY_FOLDER, session)
         if session and not ray.exists():
             return None
-        return ClusterArchive(_died(last, self._log), log=_logs_in(ray / "logs"))
+        return ClusterArchive(_died(last, self._log), log=_logs_in(ray))
 
-    def _join(self, state: LocalState, keep: bool) -> None:
+    def _join(self, state: LocalState) -> None:
         """Note that this process uses the cluster, until its end."""
         me = [os.getpid(), process_identity(os.getpid()) or ""]
         if me not in state.users:
             atexit.register(self._leave, os.getpid())
-        if me not in state.users or (keep and not state.keep):
-            state.users = [user for user in state.users if is_running(*user) and user != me] + [me]
-            state.keep = state.keep or keep
-            self._write(state)
+        state.users = [user for user in state.users if is_running(*user) and user != me] + [me]
+        state.keep = state.keep or self.keep
+        self._write(state)
 
     def _stop(self, state: LocalState, jobs: list[Any] | None = None) -> None:
         """End the cluster's processes and archive its logs. The lock is held.
@@ -491,41 +463,35 @@ class LocalCluster(Cluster):
         if state.pid:
             with contextlib.suppress(ChildProcessError):  # another process has started it
                 os.waitpid(state.pid, os.WNOHANG)
-        self._archive(state, has_died, jobs)
+        with contextlib.suppress(OSError):  # on a full disk: the next start must not fail for it
+            self._archive(state, has_died, jobs)
         if Path(state.root, MARKER).exists():
             # Environments of packages make 100,000 files of it, which nobody should wait for.
             # Programs of one that has died may still write there for some seconds.
             again = '; sleep 3; rm -rf "$1"; sleep 12; rm -rf "$1"' if has_died else ""
             _detached(f'rm -rf "$1"{again}', state.root)
-        else:
-            log.warning("%s is not removed: it is no folder of an embedded Ray.", state.root)
         self._token.unlink(missing_ok=True)
         (self._path / "state.json").unlink(missing_ok=True)
 
     def _archive(self, state: LocalState, has_died: bool, jobs: list[Any] | None) -> None:
-        """Archive a cluster whose processes have ended, before its folder is removed.
-
-        A warning names what cannot be kept (a full disk): the next start must not fail for it.
-        """
+        """Archive a cluster whose processes have ended, before its folder is removed."""
         archives = self._path / "archive"
-        for session in Path(state.root).glob(f"{RAY_FOLDER}/session_*"):
-            if session.is_symlink():
-                continue
-            folder = archives / session.name
-            reason = "the embedded Ray that had it has been stopped"
-            try:
-                (folder / "logs").mkdir(parents=True, exist_ok=True)
-                if has_died:
-                    for path in (*session.glob("logs/job-driver-*.log"), self._log):
-                        if path.exists():
-                            copy_end(str(path), str(folder / "logs" / path.name), _LOG_BYTES)
-                    reason = _died(state, folder / "logs" / self._log.name)
-                if jobs is not None:
-                    write_file(folder / "jobs.json", json.dumps(jobs))
-                write_file(folder / "reason", reason)
-            except OSError as error:
-                log.warning("The embedded Ray is not archived in %s: %s", folder, error)
-        by_age = sorted(archives.glob("*/reason"), key=lambda path: path.stat().st_mtime)
+        for session in Path(state.root).glob(f"{RAY_FOLDER}/session_2*"):
+            folder, reason = (
+                archives / session.name,
+                "the embedded Ray that had it has been stopped",
+            )
+            logs = folder / "logs"
+            logs.mkdir(parents=True, exist_ok=True)
+            if has_died:
+                for path in (*session.glob("logs/job-driver-*.log"), self._log):
+                    if path.exists():
+                        copy_end(str(path), str(logs / path.name), _LOG_BYTES)
+                reason = _died(state, logs / self._log.name)
+            if jobs is not None:
+                write_file(folder / "jobs.json", json.dumps(jobs))
+            write_file(folder / "reason", reason)
+        by_age = sorted(archives.glob("*/reason"), key=os.path.getmtime)
         for path in by_age[:-_ARCHIVES]:
             shutil.rmtree(path.parent, ignore_errors=True)
 
@@ -544,38 +510,27 @@ class LocalCluster(Cluster):
                 except Unanswered as error:
                     what = f"It is not known whether jobs run on the embedded Ray ({error})"
                 else:
-                    busy = sum(is_active(row) for row in job_rows(jobs))
+                    busy = sum(map(is_active, job_rows(jobs)))
                     if not busy:
-                        self._stop(state, jobs)
-                        return
+                        return self._stop(state, jobs)
                     what = f"{busy} job(s) still run on the embedded Ray"
                 CONSOLE.log(f"{what}, which stays up. Stop it with: nemo-run-ray down")
             self._write(state)
 
 
-def _temp_root() -> str:
-    for folder in (tempfile.gettempdir(), "/tmp"):
-        root = tempfile.mkdtemp(prefix="nray-", dir=folder)  # 0700, whatever Ray makes inside
-        if len(os.fsencode(root)) <= _TEMP_ROOT_MAX_BYTES:
-            Path(root, MARKER).touch()
-            return root
-        os.rmdir(root)
-    raise ClusterError(
-        f"No folder with a short enough path for Ray's sockets: {tempfile.gettempdir()} and /tmp "
-        f"need {_TEMP_ROOT_MAX_BYTES} bytes or less with our name in it. Set TMPDIR to a short one."
-    )
-
-
-def _free_port() -> int:
-    """A free port of those that the kernel gives to no connection until Ray takes it.
+def _free_ports(count: int) -> list[int]:
+    """Free ports of those that the kernel gives to no connection until Ray takes them.
 
     Ray's workers have the ports from 10002 to 19999.
     """
+    ports: list[int] = []
     for port in random.sample(range(20000, 32768), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
-            return port
-    raise ClusterError("No port is free on this machine for the embedded Ray.")
+            ports.append(port)
+    if len(ports) < count:
+        raise ClusterError("No port is free on this machine for the embedded Ray.")
+    return ports[:count]
 
 
 def _detached(line: str, *words: str, env: dict[str, str] | None = None) -> None:
@@ -585,30 +540,21 @@ def _detached(line: str, *words: str, env: dict[str, str] | None = None) -> None
 
 
 def _logs_in(folder: Path) -> Callable[[str], Path | None]:
-    def log_of(submission_id: str) -> Path | None:
-        path = folder / f"job-driver-{submission_id}.log"
-        return path if path.is_file() else None
-
-    return log_of
+    return lambda name: next(folder.glob(f"logs/job-driver-{name}.log"), None)
 
 
 def _died(state: LocalState, its_log: Path) -> str:
     """Say that it has died, as the end of a sentence."""
     process = f"its process {state.pid} is gone"
-    return f"the embedded Ray at {state.url} has died: {process}. {end_of_log(its_log)}"
+    return f"the embedded Ray at {state.url} has died: {process}. {_end_of_log(its_log)}"
 
 
-def end_of_log(path: Path) -> str:
+def _end_of_log(path: Path) -> str:
     """The last lines that `ray start` printed, with the path of the file."""
-    try:
+    text = ""
+    with contextlib.suppress(OSError):
         text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return f"Its log {path} cannot be read: {error.strerror}."
-    lines = (line.rstrip() for line in text.splitlines())
-    shown = [line[:_LINE_MAX] for line in lines if line and not _CHATTER.search(line)]
-    if not shown:
-        return (
-            f"Its log {path} does not say why. A process that is killed without a word has often "
-            "met the machine's out-of-memory killer."
-        )
-    return "\n  ".join([f"The end of its log {path}:", *shown[-_LINES_SHOWN:]])
+    lines = [line[:_LINE_MAX] for line in text.splitlines() if line.strip()]
+    shown = [line for line in lines if not _CHATTER.search(line)][-_LINES_SHOWN:]
+    shown = shown or ["(nothing: the machine's out-of-memory killer may have ended it)"]
+    return "\n  ".join([f"Its log {path} ends with:", *shown])

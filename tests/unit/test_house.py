@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nemo_run_ray
-from nemo_run_ray import clusters
 from tests import sizes
 
 ROOT = Path(nemo_run_ray.__file__).parent
@@ -269,7 +268,6 @@ def test_public_names():
     ]
     assert all(hasattr(nemo_run_ray, name) for name in nemo_run_ray.__all__)
     assert {*nemo_run_ray.__all__} <= {*dir(nemo_run_ray)}
-    assert {*clusters.__all__} <= {*dir(clusters)}
 
 
 _LOADED = """

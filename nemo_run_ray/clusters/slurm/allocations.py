@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,8 @@ RENEWAL_S = 600.0
 #: The same from the end of an allocation until its script has claimed the next one; clocks of hosts
 #: may differ by some minutes.
 _ASKING_S = 300.0
-#: Exit code of a run that SIGTERM has ended, and seconds within which Slurm says what it does next.
-_TERMINATED, _UNSAID_S = 143, 60.0
+#: Slurm's words for a job that has not started.
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
 #: Seconds for which an answer counts for what is there now.
 _TRUST_S = 2.0
 _MODULES = {module.__name__: inspect.getsource(module) for module in (files, on_login)}
@@ -62,10 +62,6 @@ class QueuedJob:
     reason: str
     start: str
     folder: str
-
-    @property
-    def waits(self) -> bool:
-        return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,11 @@ class SlurmAllocation:
         return self.over or self.refused or (self.end.why if self.end is not None else "")
 
     @property
+    def is_queued(self) -> bool:
+        """Whether its job waits in Slurm's queue."""
+        return self.queued is not None and self.queued.state in _WAITING
+
+    @property
     def is_lost(self) -> bool:
         """Whether Slurm has its job no more."""
         return bool(self.job) and self.has_queue and self.queued is None
@@ -130,11 +131,10 @@ class SlurmAllocation:
         """Whether Slurm may start its job again, of which one start has ended."""
         if self.end is None or self.stop or self.over:
             return False
-        # By this signal Slurm ends a start. What it says next tells whether it was the last one.
-        had_signal = self.end.code == _TERMINATED
-        if not self.has_queue:
-            return had_signal and self.ended_s < _UNSAID_S
-        return self.queued is not None and (self.queued.waits or had_signal)
+        if self.is_queued:
+            return True
+        # By SIGTERM Slurm ends a start. What it says next tells whether it was the last one.
+        return self.end.code == 143 and (self.queued is not None or not self.has_queue)
 
     @property
     def will_start(self) -> bool:
@@ -158,7 +158,7 @@ class Run:
 
     folder: str
     session: str
-    end: RunEnd | None
+    end: Mapping[str, Any] | None
     table: str
     written_at: float
     logs: Sequence[str]
@@ -167,7 +167,7 @@ class Run:
     def why(self) -> str:
         """The reason why it is over, as the end of a sentence."""
         job = os.path.basename(self.folder).partition(".")[0]
-        why = f": {self.end.why}" if self.end is not None else ""
+        why = f": {self.end['why']}" if self.end else ""
         return f"its Slurm job {job} has ended{why}"
 
 
@@ -193,17 +193,15 @@ class History:
             is_up: another run is up by now, so that all of these have ended.
         """
         own = next((run.table for run in self.runs if session and run.session == session), "")
-        if session and len(self.runs) == 1:
-            return rows_in(own)
+        rows = dict(rows_in(own))
         # Each run has carried the rows of those before it over into its own table.
         run = next((run for run in self.runs if run.table), None)
-        if run is None:
-            return rows_in(own)
-        # The newest one may be up by now, whatever was seen a moment ago.
-        is_over = is_up or run.end is not None or run is not self.runs[0]
-        why = "" if run.end is None else run.end.why
-        kept = rows_of(run.table, set(self.kept), run.written_at, why, is_over)
-        return {**rows_in(own), **kept}
+        if run is not None and not (session and len(self.runs) == 1):
+            # The newest one may be up by now, whatever was seen a moment ago.
+            is_over = is_up or run.end is not None or run is not self.runs[0]
+            why = run.end["why"] if run.end else ""
+            rows.update(rows_of(run.table, set(self.kept), run.written_at, why, is_over))
+        return rows
 
 
 class Allocations:
@@ -260,16 +258,11 @@ class Allocations:
         Raises:
             ClusterError: the host cannot be asked.
         """
-        row = self.ask("look", pause_s=PAUSE_S)
-        allocation = None
+        allocation, row = None, self.ask("look", pause_s=PAUSE_S)
         if row is not None:
-            head, end, queued = (row.pop(name, None) for name in ("head", "end", "queued"))
-            allocation = SlurmAllocation(
-                **row,
-                head=None if head is None else HeadAddress(**head),
-                end=None if end is None else RunEnd(**end),
-                queued=None if queued is None else QueuedJob(**queued),
-            )
+            for name, kind in (("head", HeadAddress), ("end", RunEnd), ("queued", QueuedJob)):
+                row[name] = row.get(name) and kind(**row[name])
+            allocation = SlurmAllocation(**row)
         self._seen = time.monotonic(), allocation
         return allocation
 
@@ -288,23 +281,18 @@ class Allocations:
             return str(self.ask("log_end", number=allocation.number, job=allocation.job))
         return ""
 
-    def cancel(self, allocation: SlurmAllocation, why: str) -> bool:
-        """End an allocation now, with all that runs in it; whether there was anything to end.
+    def cancel(self, why: str) -> bool:
+        """End the newest allocation now, with all that runs in it; whether there was anything.
 
         Raises:
             ClusterError: Slurm has not taken its job out of the queue; a second call tries again.
         """
-        has_ended = allocation.end is not None and not allocation.is_renewing
-        why = " ".join(why.split())
-        return bool(self.ask("cancel", number=allocation.number, why=why, has_ended=has_ended))
-
-    def cancel_newest(self, why: str) -> bool:
-        """End the newest allocation, as ``cancel`` does; whether there was anything to end."""
-        allocation = self.look()
+        newest = self.look()
         self._seen = float("-inf"), None
-        if allocation is None or allocation.over or allocation.refused:
+        if newest is None or newest.over or newest.refused:
             return False
-        return self.cancel(allocation, why)
+        has_ended = newest.end is not None and not newest.is_renewing
+        return bool(self.ask("cancel", number=newest.number, why=why, has_ended=has_ended))
 
     # ------------------------------------------------------------------ archives
 
@@ -316,12 +304,8 @@ class Allocations:
         history = self._history(session=session)
         if not history.runs:
             return None
-        away = ""
-        if newest is not None and newest.number in history.numbers:
-            away = _why_away(newest, history)
-        rows = history.rows(session)
-        log = partial(self._log, history)
-        return ClusterArchive(away or _why_gone(newest, history), rows, log, bool(away))
+        reason, continues = _reason(newest, history)
+        return ClusterArchive(reason, history.rows(session), partial(self._log, history), continues)
 
     def earlier(self, allocation: SlurmAllocation) -> ClusterArchive:
         """The jobs before the run that is up, of the dispatches that it continues.
@@ -341,13 +325,11 @@ class Allocations:
         key = session, number
         at, history = self._histories.get(key, (float("-inf"), History()))
         if time.monotonic() - at >= _TRUST_S and not (number and history.runs):
-            row = None
             with contextlib.nullcontext() if number else contextlib.suppress(NemoRunRayError):
                 row = self.ask("history", session=session, number=number)
-            if row is not None:
-                for run in row["runs"]:
-                    run["end"] = None if run["end"] is None else RunEnd(**run["end"])
-                history = History(row["numbers"], [Run(**run) for run in row["runs"]], row["kept"])
+                if row is not None:
+                    row["runs"] = [Run(**run) for run in row["runs"]]
+                    history = History(**row)
             self._histories[key] = time.monotonic(), history
         return history
 
@@ -362,35 +344,27 @@ class Allocations:
             return Path(there)
         folder = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run.folder))
         here = folder.absolute() / name
-        if not here.exists():
-            with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
+        with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
+            if not here.exists():
                 here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self.login.get(there, here)
-        return here if here.exists() else None
+            return here
+        return None
 
 
-def _why_away(newest: SlurmAllocation, history: History) -> str:
-    """Explain why runs are over whose dispatches continue in a later one; empty otherwise."""
-    why = history.runs[0].why
-    job = f"Slurm job {newest.job}" if newest.job else "the next one"
-    if newest.is_renewing:
-        return f"{why}, and the next one is being asked for"
-    if history.kept and newest.may_start_again:
-        return f"{why}, and chains continue in {job} if Slurm starts it again"
-    ended = [run for run in history.runs if not newest.run or not run.folder.endswith(newest.run)]
-    if ended and newest.will_start:
-        return f"{ended[0].why}, and chains continue in {job}, which is not up yet"
-    return ""
-
-
-def _why_gone(newest: SlurmAllocation | None, history: History) -> str:
-    """Explain why runs are over, and with them their dispatches."""
-    end, why = history.runs[0].end, history.runs[0].why
-    if end is None or not end.renews:
-        return why
-    problem = ""
+def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool]:
+    """Why runs are over, as the end of a sentence, and whether their dispatches may continue."""
+    last, problem = history.runs[0], ""
     if newest is not None and newest.number in history.numbers:
+        job = f"Slurm job {newest.job}" if newest.job else "the next one"
+        ended = [run for run in history.runs if not run.folder.endswith(newest.run or "/")]
+        if newest.is_renewing:
+            return f"{last.why}, and the next one is being asked for", True
+        if history.kept and newest.may_start_again:
+            return f"{last.why}, and chains continue in {job} if Slurm starts it again", True
+        if ended and newest.will_start:
+            return f"{ended[0].why}, and chains continue in {job}, which is not up yet", True
         problem = newest.over or newest.stop or newest.refused
-    if problem:
-        return f"{why}, and the next one did not come: {problem}"
-    return f"{why}, and nobody has asked for the next one"
+    if not last.end or not last.end.get("renews"):
+        return last.why, False
+    return f"{last.why}, and the next one did not come{problem and f': {problem}'}", False

@@ -26,11 +26,10 @@ from nemo_run_ray.clusters.slurm.allocations import (
     LEFT_EARLY,
     RENEWAL_S,
     Allocations,
-    QueuedJob,
     SlurmAllocation,
 )
-from nemo_run_ray.clusters.slurm.login import Login, forwarded, key_of
-from nemo_run_ray.clusters.slurm.script import Sidecar, script
+from nemo_run_ray.clusters.slurm.login import Login, key_of
+from nemo_run_ray.clusters.slurm.script import Sidecar, job_script
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError, Unanswered, as_markup
 from nemo_run_ray.fields import Check, allow, every, is_amount, strict_init, whole
 from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
@@ -109,19 +108,11 @@ class SlurmCluster(Cluster):
         if threading.current_thread() is threading.main_thread():
             interrupted.clear()  # of a wait before this one
         with self._of_name.lock:
-            way = BringUp(
-                name=self.name,
-                allocations=self._of_name,
-                script=self._script,
-                user=_USER,
-                keep=self.keep,
-                queue_timeout_s=self.queue_timeout_s,
-                say=_say,
-            )
             was_used = self._of_name.is_used
             if not (was_used or self.keep):
                 atexit.register(self._leave)
             self._of_name.is_used = True
+            way = BringUp(self, self._of_name)
             try:
                 allocation = way.run()
             except BaseException:
@@ -149,15 +140,14 @@ class SlurmCluster(Cluster):
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
         allocations = self._of_name
-        if not self.renew or not allocations.ask("keep_dispatch", dispatcher=dispatcher):
-            return
-        folder = os.path.join(allocations.folder, DISPATCHES, dispatcher)
-        files = archives()
-        start = json.dumps({"body": body, "archives": list(files)}).encode()
-        # The last one says that the others are whole.
-        last = {START: start, IDS: "\n".join([dispatcher, *ids, ""]).encode()}
-        for name, data in {**files, **last}.items():
-            self._login.put(data, os.path.join(folder, name))
+        if self.renew and allocations.ask("keep_dispatch", dispatcher=dispatcher):
+            files = archives()
+            start = json.dumps({"body": body, "archives": list(files)}).encode()
+            # The last one says that the others are whole.
+            last = {START: start, IDS: "\n".join([dispatcher, *ids, ""]).encode()}
+            for name, data in {**files, **last}.items():
+                path = os.path.join(allocations.folder, DISPATCHES, dispatcher, name)
+                self._login.put(data, path)
 
     def record(self) -> dict[str, Any]:
         tunnel = self.executor.tunnel
@@ -182,12 +172,13 @@ class SlurmCluster(Cluster):
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
         why = "it was ended by `nemo-run-ray down`"
-        is_ended = self._of_name.cancel_newest(why)
+        is_ended = self._of_name.cancel(why)
         if is_ended:  # its script may have asked for the next one meanwhile
-            self._of_name.cancel_newest(why)
+            self._of_name.cancel(why)
         return is_ended
 
     def _script(self, folder: str) -> str:
+        """The job's script, for an allocation in that folder."""
         if self._is_remembered:
             raise ClusterError(
                 f"The cluster {self.name!r} on Slurm has ended, and what it asked Slurm for is not "
@@ -196,7 +187,9 @@ class SlurmCluster(Cluster):
         executor = copy.copy(self.executor)
         executor.nodes = executor.nodes if self.nodes is None else self.nodes
         executor.time = executor.time if self.walltime is None else self.walltime
-        return script(executor, self.name, folder, self.sidecars, self.idle_timeout_s, self.renew)
+        return job_script(
+            executor, self.name, folder, self.sidecars, self.idle_timeout_s, self.renew
+        )
 
     @property
     def _login(self) -> Login:
@@ -213,11 +206,13 @@ class SlurmCluster(Cluster):
         assert allocation.head is not None
         url = allocation.head.dashboard
         if not self._login.is_here:
-            url = forwarded(self._login, allocation.head.address, allocation.head.dashboard_port)
-        headers = {"Authorization": f"Bearer {allocation.token}"}
-        why_dead = partial(self._why_dead, allocation)
-        earlier = self._of_name.earlier(allocation)
-        return Dashboard(url, headers, why_dead=why_dead, earlier=earlier)
+            url = self._login.forward(allocation.head.address, allocation.head.dashboard_port)
+        return Dashboard(
+            url,
+            {"Authorization": f"Bearer {allocation.token}"},
+            why_dead=partial(self._why_dead, allocation),
+            earlier=self._of_name.earlier(allocation),
+        )
 
     def _why_dead(self, allocation: SlurmAllocation) -> str:
         """Explain why an allocation can never answer again; empty while it may."""
@@ -278,57 +273,34 @@ def _check(cluster: SlurmCluster) -> None:
             "absolute path of a folder that all nodes share, of letters, digits and the characters "
             "/ . , : @ + = _ -, since the scripts of Slurm and NeMo-Run take no others."
         )
-    if executor.array is not None:
+    if executor.env_vars.get("RAY_AUTH_MODE", "token") != "token":
         raise ConfigError(
-            f"The executor of {title} has array={executor.array!r}; a cluster is one job: leave it "
-            "out."
-        )
-    mode = executor.env_vars.get("RAY_AUTH_MODE", "token")
-    if mode != "token":
-        raise ConfigError(
-            f"{title} needs Ray's token, and env_vars of its executor has RAY_AUTH_MODE={mode!r}; "
-            "leave that out. A Ray before 2.52 knows no tokens."
+            f"{title} needs Ray's token; leave RAY_AUTH_MODE out of env_vars of its executor."
         )
 
 
 # ------------------------------------------------------ the way of a client to it
 
 
-@dataclass
 class BringUp:
     """One client's way to a cluster that is ready.
 
-    Attributes:
-        name: of the cluster.
+    Args:
+        cluster: what it is to be.
         allocations: of the cluster.
-        script: makes the job's script, of the folder of its allocation.
         user: name of this client among the users.
-        keep: whether the cluster stays when nobody uses it.
-        queue_timeout_s: how long to wait in Slurm's queue; ``None`` for as long as it takes.
-        say: shows what is waited for, at each change.
-        clock: seconds that only grow.
-        pause: waits for some seconds; returns whether the wait was interrupted.
     """
 
-    name: str
-    allocations: Allocations
-    script: Callable[[str], str]
-    user: str
-    keep: bool
-    queue_timeout_s: float | None
-    say: Callable[[str], None]
-    clock: Callable[[], float] = time.monotonic
-    pause: Callable[[float], bool] = interrupted.wait
-    _joined: int = 0
-    _submissions: int = 0
-    _answered: bool = False
-    #: Shown last; empty if there was no wait.
-    said: str = ""
-    _began: float = 0.0
-    #: When an allocation without a job was seen first, by its number.
-    _jobless_since: tuple[int, float] = (0, 0.0)
-    #: The run whose job Slurm starts again.
-    _requeued: str | None = None
+    def __init__(self, cluster: SlurmCluster, allocations: Allocations, user: str = _USER) -> None:
+        self.cluster, self.allocations, self.user = cluster, allocations, user
+        #: Shows what is waited for; seconds that only grow; and a wait, which may be interrupted.
+        self.show, self.clock, self.pause = _say, time.monotonic, interrupted.wait
+        #: Shown last; empty if there was no wait.
+        self.said = ""
+        self._joined = self._submissions = 0
+        self._began = 0.0
+        #: When an allocation without a job was seen first, by its number.
+        self._jobless_since = 0, 0.0
 
     def run(self) -> SlurmAllocation:
         """The allocation to use, with this client among its users.
@@ -338,13 +310,16 @@ class BringUp:
                 the queue for too long.
         """
         self._began = self.clock()
+        has_answered = False
         while True:
             try:
-                allocation = self._step()
+                newest = self.allocations.look()
+                has_answered = True
+                allocation = self._step(newest)
             except Unanswered as error:
-                if not self._answered and self.clock() - self._began >= _FIRST_ANSWER_S:
+                if not has_answered and self.clock() - self._began >= _FIRST_ANSWER_S:
                     raise ClusterError(
-                        f"The cluster {self.name!r} cannot be looked for: {error}"
+                        f"The cluster {self.cluster.name!r} cannot be looked for: {error}"
                     ) from error
                 self._say(str(error))
                 allocation = None
@@ -352,156 +327,118 @@ class BringUp:
                 return allocation
             if self.pause(_LOOK_S):
                 raise ClusterError(
-                    f"Interrupted while waiting for the cluster {self.name!r} on Slurm. Its job is "
-                    "taken out of the queue, or ends when it starts, unless another program waits "
-                    "for it."
+                    f"Interrupted while waiting for the cluster {self.cluster.name!r} on Slurm. "
+                    "Its job is taken out of the queue, or ends when it starts, unless another "
+                    "program waits for it."
                 )
 
     def _say(self, text: str) -> None:
         if text != self.said:
             self.said = text
-            self.say(text)
+            self.show(text)
 
-    def _step(self) -> SlurmAllocation | None:
-        allocation = self.allocations.look()
-        self._answered = True
-        if allocation is None or self._passes_over(allocation):
-            if allocation is not None and allocation.is_renewing:
-                self._say(f"The allocation of the cluster {self.name!r} is being renewed.")
-            else:
-                self._claim_next(allocation)
-            return None
-        if self._joined != allocation.number:
-            self.allocations.ask("join", number=allocation.number, user=self.user)
-            self._joined = allocation.number
-            return self._step()  # it may have ended meanwhile
-        if allocation.claimed == self.user and not allocation.is_sent:
-            self._submit(allocation.number)
-        elif (
-            allocation.end is not None
-            or not (allocation.head and allocation.token)
-            or self._starts_again(allocation)
-        ):
-            self._wait(allocation)
+    def _step(self, newest: SlurmAllocation | None) -> SlurmAllocation | None:
+        if newest is None or self._passes_over(newest):
+            if newest is not None and newest.is_renewing:
+                self._say(f"The allocation of the cluster {self.cluster.name!r} is being renewed.")
+                return None
+            number = 1 if newest is None else newest.number + 1
+            # One that cannot be made claims nothing.
+            script = self.cluster._script(self.allocations.path(number))
+            if self.allocations.ask("claim", number=number, user=self.user):
+                self._joined = number
+                self._submit(number, script)
+        elif self._joined != newest.number:
+            self.allocations.ask("join", number=newest.number, user=self.user)
+            self._joined = newest.number
+            return self._step(self.allocations.look())  # it may have ended meanwhile
+        elif newest.claimed == self.user and not newest.is_sent:
+            self._submit(newest.number, self.cluster._script(self.allocations.path(newest.number)))
+        elif newest.end or not newest.head or not newest.token or newest.is_queued:
+            self._wait(newest)
         else:
-            if self.keep:
-                self.allocations.ask("note", number=allocation.number, name="keep")
-            return allocation
+            if self.cluster.keep:
+                self.allocations.ask("note", number=newest.number, name="keep")
+            return newest
         return None
 
-    def _passes_over(self, allocation: SlurmAllocation) -> bool:
+    def _passes_over(self, newest: SlurmAllocation) -> bool:
         """Whether an allocation is over; one that Slurm has no job of is given up.
 
         Raises:
             ClusterError: this client waited for it, and it has not come up.
         """
-        if (
-            allocation.end is not None
-            and not (allocation.stop or allocation.over)
-            and self._starts_again(allocation)
-        ):
+        if newest.may_start_again:
             return False
-        if allocation.stop and not allocation.why_over:
+        if newest.stop and not newest.why_over:
             with contextlib.suppress(ClusterError):  # Slurm may not have heard of it
-                self.allocations.cancel(allocation, allocation.stop)
-        why = allocation.why_over or allocation.stop or self._give_up_lost(allocation)
-        # Of several clients that wait, none submits again what would fail again.
-        waited = allocation.number == self._joined and allocation.head is None and why != LEFT_EARLY
+                self.allocations.cancel(newest.stop)
+        why = newest.why_over or newest.stop or self._give_up_lost(newest)
+        # Of several clients that wait, none submits again what would fail again; but Slurm's
+        # controller may have been away when the job was submitted.
+        is_away = any(words in newest.refused for words in _AWAY)
         if (
-            why
-            and waited
-            and (allocation.job or allocation.refused)
-            and not self._was_unheard(allocation)
+            why not in ("", LEFT_EARLY)
+            and newest.number == self._joined
+            and newest.head is None
+            and (newest.job or newest.refused)
+            and not (is_away and self._submissions < _SUBMISSIONS)
         ):
-            log = "" if allocation.refused or "\n" in why else self.allocations.log_end(allocation)
-            raise ClusterError(_why_not_up(self.name, allocation, why, log))
+            name, why = self.cluster.name, why.rstrip(".")
+            if newest.refused:
+                raise ClusterError(
+                    f"Slurm does not take the job of the cluster {name!r}: {why}. Correct the "
+                    "SlurmExecutor."
+                )
+            log = "" if "\n" in why else self.allocations.log_end(newest)
+            raise ClusterError(
+                f"Ray did not come up in Slurm job {newest.job} of the cluster {name!r}: {why}. "
+                f"{log}".rstrip()
+            )
         return bool(why)
 
-    def _was_unheard(self, allocation: SlurmAllocation) -> bool:
-        """Whether Slurm's controller was away when the allocation's job was submitted."""
-        away = any(words in allocation.refused for words in _AWAY)
-        return away and self._submissions < _SUBMISSIONS
-
-    def _give_up_lost(self, allocation: SlurmAllocation) -> str:
+    def _give_up_lost(self, newest: SlurmAllocation) -> str:
         """Give up an allocation that Slurm has no job of, and return why; empty otherwise."""
-        if self._jobless_since[0] != allocation.number:
-            self._jobless_since = allocation.number, self.clock()
-        if not allocation.has_queue or allocation.queued is not None:
+        if self._jobless_since[0] != newest.number:
+            self._jobless_since = newest.number, self.clock()
+        if not newest.has_queue or newest.queued is not None:
             return ""
-        if allocation.job:
-            job = allocation.job
+        limit_s = RENEWAL_S if newest.renewed else _CLAIM_S
+        if newest.job:
+            job = newest.job
             why = f"Slurm has no job {job} any more; `sacct -j {job}` may say why"
-        elif self.clock() - self._jobless_since[1] >= (
-            RENEWAL_S if allocation.renewed else _CLAIM_S
-        ):
-            why = "its client ended before Slurm had the job"
-        else:
+        elif self.clock() - self._jobless_since[1] < limit_s:
             return ""
-        self.allocations.ask("note", number=allocation.number, name="over", text=why)
+        else:
+            why = "its client ended before Slurm had the job"
+        self.allocations.ask("note", number=newest.number, name="over", text=why)
         return why
 
-    def _starts_again(self, allocation: SlurmAllocation) -> bool:
-        """Whether Slurm starts the job of an allocation again, whose last start is over.
-
-        It takes the nodes away from an allocation that was ready, which may have written its end.
-        """
-        if allocation.has_queue and (allocation.queued is None or allocation.queued.waits):
-            self._requeued = None if allocation.queued is None else allocation.run
-        return self._requeued == allocation.run  # without an answer it is as it was
-
-    def _claim_next(self, last: SlurmAllocation | None) -> None:
-        """Claim the next allocation and submit its job, unless another client does."""
-        number = 1 if last is None else last.number + 1
-        # One that cannot be made claims nothing.
-        script = self.script(self.allocations.path(number))
-        if self.allocations.ask("claim", number=number, user=self.user):
-            self._joined = number
-            self._submit(number, script)
-
-    def _submit(self, number: int, script: str = "") -> None:
+    def _submit(self, number: int, script: str) -> None:
         """Submit the job of an allocation that this client has claimed."""
-        if interrupted.is_set():
-            return
-        self._submissions += 1
-        self._say(f"Submitting a job to Slurm for the cluster {self.name!r} …")
-        script = script or self.script(self.allocations.path(number))
-        self.allocations.ask("submit", number=number, script=script)
+        if not interrupted.is_set():
+            self._submissions += 1
+            self._say(f"Submitting a job to Slurm for the cluster {self.cluster.name!r} …")
+            self.allocations.ask("submit", number=number, script=script)
 
-    def _wait(self, allocation: SlurmAllocation) -> None:
+    def _wait(self, newest: SlurmAllocation) -> None:
         """Say what is waited for, and give up when it takes too long."""
-        waited = self.clock() - self._began
-        has_begun = bool(allocation.run) and allocation.end is None
-        job = None if has_begun and allocation.head is None else allocation.queued
-        if job is not None and job.waits:
-            what = f"waits in the queue{_why_waits(job)}"
+        has_begun = bool(newest.run) and newest.end is None
+        job = None if has_begun and newest.head is None else newest.queued
+        if job is not None and newest.is_queued:
             has_begun = False
-        elif allocation.end is not None:
+            reason = "" if job.reason in _NO_REASON else f": {job.reason}"
+            start = "" if job.start == "N/A" else f"; Slurm expects it to start at {job.start}"
+            what = f"waits in the queue{reason}{start}"
+        elif newest.end is not None:
             what = "is to start again"
         else:
             what = "starts Ray on its nodes" if has_begun or job is not None else "is submitted"
-        self._say(f"Slurm job {allocation.job or '…'} of the cluster {self.name!r} {what}.")
-        late = self.queue_timeout_s is not None and waited >= self.queue_timeout_s
-        if late and not has_begun:
+        where = f"of the cluster {self.cluster.name!r}"
+        self._say(f"Slurm job {newest.job or '…'} {where} {what}.")
+        limit_s = self.cluster.queue_timeout_s
+        if limit_s is not None and not has_begun and self.clock() - self._began >= limit_s:
             raise ClusterError(
-                f"Slurm job {allocation.job} of the cluster {self.name!r} has not started within "
-                f"queue_timeout_s={self.queue_timeout_s:g}: it {what}."
+                f"Slurm job {newest.job} {where} has not started within "
+                f"queue_timeout_s={limit_s:g}: it {what}."
             )
-
-
-def _why_not_up(name: str, allocation: SlurmAllocation, why: str, log: str) -> str:
-    end = "" if why.endswith(".") else "."
-    if allocation.refused:
-        return (
-            f"Slurm does not take the job of the cluster {name!r}: {why}{end} Correct the "
-            "SlurmExecutor."
-        )
-    message = (
-        f"Ray did not come up in Slurm job {allocation.job} of the cluster {name!r}: {why}{end}"
-    )
-    return f"{message} {log}" if log else message
-
-
-def _why_waits(job: QueuedJob) -> str:
-    """The reason and the expected start of a job that waits, as the end of a sentence."""
-    reason = "" if job.reason in _NO_REASON else f": {job.reason}"
-    return reason if job.start == "N/A" else f"{reason}; Slurm expects it to start at {job.start}"

@@ -35,6 +35,8 @@ _BROKEN = (OSError, EOFError, paramiko.SSHException)
 #: The first line that a script prints.
 _MARK = "nemo-run-ray-begins"
 _CHUNK = 2**16
+#: Seconds until a new way through the connection must be there.
+_OPEN_S = 15.0
 
 
 class Login:
@@ -53,6 +55,7 @@ class Login:
         self._turn = threading.Lock()
         #: Held to make the connection, and not for a command, so that a slow one delays nobody.
         self._lock = threading.RLock()
+        self._forwards: dict[tuple[str, int], int] = {}  # ports of this process
 
     @property
     def is_here(self) -> bool:
@@ -134,15 +137,31 @@ class Login:
                 raise EOFError("The connection broke off.")
             return int(channel.exit_status), output, errors
 
-    def transport(self) -> paramiko.Transport:
-        """The SSH connection as it is now, made again if it has broken off.
+    def forward(self, host: str, port: int) -> str:
+        """The address of this machine that leads to a port behind the login.
 
-        Raises:
-            Unanswered: there is no connection now.
-            ClusterError: nobody may log in.
+        A connection that broke off is made again when it is needed.
         """
-        with self._translated():
-            return self._connected()
+        login, target = self, (host, port)
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                """Carry one connection; without a way it is closed, and its owner asks again."""
+                with contextlib.suppress(ClusterError, *_BROKEN):
+                    with login._translated():
+                        channel = login._connected().open_channel(
+                            "direct-tcpip", target, self.client_address, timeout=_OPEN_S
+                        )
+                    with contextlib.closing(channel):
+                        _carry(self.request, channel)
+
+        with self._lock:
+            if target not in self._forwards:
+                server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+                server.daemon_threads = True
+                threading.Thread(target=server.serve_forever, daemon=True).start()
+                self._forwards[target] = int(server.server_address[1])
+        return f"http://127.0.0.1:{self._forwards[target]}"
 
     def _connected(self) -> paramiko.Transport:
         with self._lock:
@@ -190,13 +209,6 @@ def key_of(tunnel: Any) -> str:
     return repr([type(tunnel).__name__, *(getattr(tunnel, name, None) for name in names)])
 
 
-#: Seconds until a new way through the connection must be there.
-_OPEN_S = 15.0
-#: The ports of this process, by host with SSH and what lies behind it.
-_forwards: dict[tuple[str, str, int], int] = {}
-_lock = threading.Lock()
-
-
 def _carry(client: socket.socket, channel: Any) -> None:
     """Pass on what comes, both ways, until one end has closed."""
     with selectors.DefaultSelector() as selector:
@@ -209,31 +221,3 @@ def _carry(client: socket.socket, channel: Any) -> None:
                 if not data:
                     return
                 other.sendall(data)
-
-
-def forwarded(login: Login, host: str, port: int) -> str:
-    """The address of this machine that leads to a port behind a login.
-
-    A connection that broke off is made again when it is needed.
-    """
-    with _lock:
-        port_here = _forwards.get((login.key, host, port)) or _listen(login, (host, port))
-        _forwards[login.key, host, port] = port_here
-    return f"http://127.0.0.1:{port_here}"
-
-
-def _listen(login: Login, target: tuple[str, int]) -> int:
-    class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            """Carry one connection; without a way it is closed, and its owner asks again."""
-            with contextlib.suppress(ClusterError, *_BROKEN):
-                channel = login.transport().open_channel(
-                    "direct-tcpip", target, self.client_address, timeout=_OPEN_S
-                )
-                with contextlib.closing(channel):
-                    _carry(self.request, channel)
-
-    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return int(server.server_address[1])

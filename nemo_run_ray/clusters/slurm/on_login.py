@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ _UNHEARD = (
 _SUBMIT_S = 80.0
 #: Names and formats of the columns that Slurm gives for each job of this user.
 _COLUMNS = {"number": "%A", "state": "%T", "reason": "%r", "start": "%S", "folder": "%Z"}
-Rows = list[dict[str, str]]
+Row = dict[str, Any]
 #: Name of the folder of a run: Slurm's number of the job, and how often it was restarted.
 _RUN = re.compile(r"\d+\.\d+")
 
@@ -56,46 +57,41 @@ class ClusterFolder:
 
     # ------------------------------------------------------------------ looking
 
-    def look(self, pause_s: float) -> dict[str, Any] | None:
+    def look(self, pause_s: float) -> Row | None:
         """The newest allocation and what Slurm says of its job; ``None`` before the first one.
 
         Args:
             pause_s: seconds for which Slurm's last answer is taken for what it says now.
         """
-        number = max((int(name) for name in _names(self._lives) if name.isdigit()), default=0)
+        number = max((int(path.name) for path in self._lives.glob("[0-9]*")), default=0)
         if not number:
             return None
-        path = self._path(number)
+        path = self._lives / str(number)
         os.listdir(path)  # so that a shared file system looks for new files
         words = ("claimed", "job", "over", "refused", "stop")
-        found: dict[str, Any] = {
+        found: Row = {
             "number": number,
             "is_sent": (path / "sbatch").is_dir(),
             "renewed": (path / "renewed").exists(),
             "jobless_s": time.time() - _changed_at(path),
-            **{name: " ".join(_read(path, name).split()) for name in words},
+            **{name: " ".join(_read(path / name).split()) for name in words},
         }
-        job = found["job"]
-        changed_at = _changed_at(path / "job")
-        run = self._newest_run(path, job)
+        changed_at, run = _changed_at(path / "job"), _newest_run(path)
         if run is not None:
             os.listdir(run)
             end_at = _changed_at(run / "end.json")
             changed_at = max(changed_at, end_at, _changed_at(run / "ready.json"))
-            found["run"] = str(run.relative_to(path))
-            found["head"], found["end"] = _json(run, "ready.json"), _json(run, "end.json")
-            found["token"] = _read(run, "token").strip()
+            found["run"], found["token"] = f"run/{run.name}", _read(run / "token").strip()
+            found["head"], found["end"] = _json(run / "ready.json"), _json(run / "end.json")
             found["ended_s"] = time.time() - end_at if end_at else 0.0
         rows = self._queue(pause_s, changed_at)
         found["has_queue"] = rows is not None
-        allocation = {"folder": os.path.realpath(path), "job": job}
-        queued = next((row for row in rows or () if _is_job(row, allocation)), None)
-        found["queued"] = queued
-        if queued is not None:  # nobody may have heard that Slurm has it
-            found["job"] = queued["number"]
+        for row in _jobs_of(path, rows or ())[:1]:
+            # Nobody may have heard that Slurm has it.
+            found["queued"], found["job"] = row, row["number"]
         return found
 
-    def history(self, session: str, number: int) -> dict[str, Any] | None:
+    def history(self, session: str, number: int) -> Row | None:
         """The runs whose dispatches continue in one allocation; ``None`` if none is known.
 
         Args:
@@ -108,33 +104,29 @@ class ClusterFolder:
             if path is None:
                 return None
             number = int(path.parts[-4])
-            while (self._path(number + 1) / "renewed").exists():
+            while (self._lives / str(number + 1) / "renewed").exists():
                 number += 1
         numbers = [number]
-        while (self._path(numbers[-1]) / "renewed").exists():
+        while (self._lives / str(numbers[-1]) / "renewed").exists():
             numbers.append(numbers[-1] - 1)
         runs = [
             {
                 "folder": str(run),
-                "session": _read(run, "session").strip(),
-                "end": _json(run, "end.json"),
-                "table": _read(run, "jobs.json"),
+                "session": _read(run / "session").strip(),
+                "end": _json(run / "end.json"),
+                "table": _read(run / "jobs.json"),
                 "written_at": _changed_at(run / "jobs.json"),
-                "logs": _names(run / "job_logs"),
+                "logs": [path.name for path in run.glob("job_logs/*")],
             }
-            for path in map(self._path, numbers)
-            for run in reversed(_runs(path))
+            for number in numbers
+            for run in reversed(_runs(self._lives / str(number)))
         ]
-        kept = self._folder.glob("dispatches/*/ids")
-        return {
-            "numbers": numbers,
-            "runs": runs,
-            "kept": " ".join(_read(path) for path in kept).split(),
-        }
+        kept = " ".join(map(_read, self._folder.glob("dispatches/*/ids"))).split()
+        return {"numbers": numbers, "runs": runs, "kept": kept}
 
     def log_end(self, number: int, job: str) -> str:
         """The last lines that an allocation's job has printed, and the path of its log."""
-        for path in self._path(number).glob(f"logs/sbatch_*_{job}.out"):
+        for path in self._lives.glob(f"{number}/logs/sbatch_*_{job}.out"):
             return "\n".join([f"{path} ends with:", *_read(path).splitlines()[-5:]])
         return ""
 
@@ -146,13 +138,13 @@ class ClusterFolder:
         A folder takes its name when it is whole: an empty one would be replaced by a script that
         claims the allocation for its dispatches.
         """
-        path, new = self._path(number), self._lives / f".{user}-{os.urandom(4).hex()}"
+        new = self._lives / f".{user}-{os.urandom(4).hex()}"
         for folder in ("logs", "users"):
             os.makedirs(new / folder)
         (new / "users" / user).touch()
         write_file(new / "claimed", user)
         with contextlib.suppress(OSError):
-            os.rename(new, path)
+            os.rename(new, self._lives / str(number))
             return True
         shutil.rmtree(new)
         return False
@@ -162,21 +154,14 @@ class ClusterFolder:
 
         No second job can come of one allocation. Slurm keeps the folder by its real path.
         """
-        path = Path(os.path.realpath(self._path(number)))
+        path = Path(os.path.realpath(self._lives / str(number)))
+        write_file(path / "ray.sub", script)
         try:
             os.mkdir(path / "sbatch")
         except FileExistsError:
             return
-        try:
-            write_file(path / "ray.sub", script)
-        except OSError:
-            os.rmdir(path / "sbatch")
-            raise
-        try:
-            words = ("sbatch", "--parsable", f"--chdir={path}")
-            code, text = _command(*words, script=script, limit_s=_SUBMIT_S)
-        except TimeoutError:
-            code, text = 1, "sbatch timed out."
+        words = ("sbatch", "--parsable", f"--chdir={path}")
+        code, text = _command(*words, script=script, limit_s=_SUBMIT_S)
         if code:
             write_file(path / "refused", text)
             return
@@ -190,14 +175,14 @@ class ClusterFolder:
 
         ``keep`` lets it stay when nobody uses it, and ``over`` lets nobody use it any more.
         """
-        write_file(self._path(number) / name, text)
+        write_file(self._lives / str(number) / name, text)
 
     def join(self, number: int, user: str) -> None:
         """Note a program that uses an allocation, so that it does not end before the program."""
-        path = self._path(number)
+        path = self._lives / str(number)
         os.makedirs(path / "users", exist_ok=True)
         (path / "users" / user).touch()
-        _remove(path / "released")
+        (path / "released").unlink(missing_ok=True)
 
     def keep_dispatch(self, dispatcher: str) -> bool:
         """Make the folder of a dispatch that continues; false if it is there and whole."""
@@ -210,25 +195,21 @@ class ClusterFolder:
     def detach(self, user: str) -> None:
         """Take a user off its allocations: a renewal takes it along. Its jobs continue."""
         for path in self._lives.glob(f"*/users/{user}"):
-            _remove(path)
+            path.unlink()
 
     def leave(self, user: str, why: str) -> None:
         """Take a user off; the last one ends an allocation that never was ready and is not kept."""
         used = [path.parents[1] for path in self._lives.glob(f"*/users/{user}")]
         self.detach(user)
         for path in used:
-            if _names(path / "users") or (path / "keep").exists():
+            if any((path / "users").iterdir()) or (path / "keep").exists():
                 continue
             (path / "released").touch()
             # One that Slurm starts again continues, with the jobs that were handed over to it.
-            ready = path.glob(f"run/{_read(path, 'job').strip()}.*/ready.json")
-            if (path / "renewed").exists() or any(ready):
-                continue
-            if not (path / "stop").exists():
-                write_file(path / "stop", why)
-            with contextlib.suppress(OSError):
-                self._cancel(path)
-                write_file(path / "over", why)
+            ready = path.glob(f"run/{_read(path / 'job').strip()}.*/ready.json")
+            if not (path / "renewed").exists() and not any(ready):
+                with contextlib.suppress(OSError):
+                    self.cancel(int(path.name), why, has_ended=False)
 
     def cancel(self, number: int, why: str, has_ended: bool) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.
@@ -241,87 +222,55 @@ class ClusterFolder:
         Raises:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
         """
-        path = self._path(number)
+        path = self._lives / str(number)
         if has_ended:
             with contextlib.suppress(TimeoutError):
-                if not self._jobs_of(path):
+                if not _jobs_of(path, _squeue()):
                     return False
-        run = self._newest_run(path, _read(path, "job").strip())
-        has_head = run is not None and not (run / "end.json").exists()
-        is_noted = False
+        run, is_noted = _newest_run(path), False
         with contextlib.suppress(OSError):  # a full disk keeps no job alive
             write_file(path / "stop", why)
             is_noted = True
-        try:
-            self._cancel(path)
-        except TimeoutError:
-            if is_noted and has_head:
-                return True  # its head ends it
-            raise TimeoutError(_UNHEARD if is_noted else "Slurm gives no answer.") from None
-        with contextlib.suppress(OSError):
-            write_file(path / "over", why)
-        return True
-
-    def _cancel(self, path: Path) -> None:
-        """Take an allocation's own jobs out of Slurm.
-
-        Raises:
-            TimeoutError: Slurm gives no answer.
-            OSError: Slurm does not do it.
-        """
+        problem = ""
         for _ in range(2):  # a job may have ended since Slurm named it
-            rows = self._jobs_of(path)
-            if not rows:
-                return
-            code, problem = _command("scancel", *(row["number"] for row in rows))
+            try:
+                rows = _jobs_of(path, _squeue())
+            except TimeoutError:
+                if is_noted and run is not None and not (run / "end.json").exists():
+                    return True  # its head ends it
+                raise TimeoutError(_UNHEARD if is_noted else "Slurm gives no answer.") from None
+            code, problem = (
+                _command("scancel", *(row["number"] for row in rows)) if rows else (0, "")
+            )
             # One that is completing ends, or Slurm is about to start it again.
             if code == 0 or all(row["state"] == "COMPLETING" for row in rows):
-                return
+                with contextlib.suppress(OSError):
+                    write_file(path / "over", why)
+                return True
         raise OSError(problem.strip() or "scancel has failed.")
 
     # ------------------------------------------------------------------ Slurm's queue
 
-    def _jobs_of(self, path: Path) -> Rows:
-        """Ask Slurm now for an allocation's jobs.
-
-        Raises:
-            TimeoutError: Slurm gives no answer.
-        """
-        allocation = {"folder": os.path.realpath(path), "job": _read(path, "job").strip()}
-        return [row for row in _squeue() if _is_job(row, allocation)]
-
-    def _queue(self, pause_s: float, changed_at: float) -> Rows | None:
+    def _queue(self, pause_s: float, changed_at: float) -> Any:
         """Slurm's jobs of this user; ``None`` without an answer.
 
         All clients of the cluster ask once in a while. What Slurm said before the folder was
         changed proves nothing; both times are the file system's.
         """
-        path = self._folder / "queue.json"
-        kept, began_at = _json(path) or {}, _changed_at(path)
-        if began_at > changed_at and 0 <= time.time() - kept.get("at", 0.0) < pause_s:
-            rows: Rows | None = kept["rows"]
-            return rows
+        path, rows = self._folder / "queue.json", None
+        kept = _json(path) or {"at": 0.0}
+        if _changed_at(path) > changed_at and 0 <= time.time() - kept["at"] < pause_s:
+            return kept["rows"]
         new = path.with_name(f"queue.{os.uname().nodename}.{os.getpid()}")
         with contextlib.suppress(OSError):  # a full disk
             new.touch()
-        began_at = _changed_at(new)
-        rows = None
-        with contextlib.suppress(TimeoutError):
-            rows = _squeue()
-        with contextlib.suppress(OSError):
+            began_at = _changed_at(new)
+            with contextlib.suppress(TimeoutError):
+                rows = _squeue()
             new.write_text(json.dumps({"at": time.time(), "rows": rows}), encoding="utf-8")
             os.utime(new, (began_at, began_at))
             os.replace(new, path)
         return rows
-
-    # ------------------------------------------------------------------ names
-
-    def _path(self, number: int) -> Path:
-        return self._lives / str(number)
-
-    def _newest_run(self, path: Path, job: str) -> Path | None:
-        """Folder of the newest run of an allocation's job; ``None`` before the first one."""
-        return next((run for run in reversed(_runs(path)) if run.stem == job), None)
 
 
 def _runs(path: Path) -> list[Path]:
@@ -330,18 +279,28 @@ def _runs(path: Path) -> list[Path]:
     return sorted(runs, key=lambda run: int(run.suffix[1:]))
 
 
-def _is_job(row: dict[str, str], allocation: dict[str, Any]) -> bool:
-    """Whether a job is an allocation's, by its folder.
+def _newest_run(path: Path) -> Path | None:
+    """The folder of the newest run of an allocation's job; ``None`` before the first one."""
+    job = _read(path / "job").strip()
+    return next((run for run in reversed(_runs(path)) if run.stem == job), None)
+
+
+def _jobs_of(path: Path, rows: Iterable[Row]) -> list[Row]:
+    """Slurm's jobs that are an allocation's, by their folder.
 
     Hosts may have different real paths for one folder: with the number that the allocation knows
     the end of the path is enough. The number alone is not: Slurm may have given it again.
     """
-    end = "/".join(["", *allocation["folder"].split("/")[-3:]])
-    has_number = row["number"] == allocation["job"] and row["folder"].endswith(end)
-    return has_number or row["folder"] == allocation["folder"]
+    real, job = os.path.realpath(path), _read(path / "job").strip()
+    end = "/".join(["", *real.split("/")[-3:]])
+    return [
+        row
+        for row in rows
+        if row["folder"] == real or (row["number"] == job and row["folder"].endswith(end))
+    ]
 
 
-def _squeue() -> Rows:
+def _squeue() -> list[Row]:
     """Ask Slurm for this user's jobs.
 
     Raises:
@@ -357,33 +316,28 @@ def _squeue() -> Rows:
 
 
 def _command(*argv: str, script: str = "", limit_s: float = ANSWER_S) -> tuple[int, str]:
-    """Exit code and output of a command, or its errors where it failed.
-
-    Raises:
-        TimeoutError: it has not ended in time.
-    """
+    """Exit code and output of a command, or its errors where it failed."""
     try:
         done = subprocess.run(argv, input=script.encode(), capture_output=True, timeout=limit_s)
     except FileNotFoundError:
         return 127, f"there is no command {argv[0]!r} on this host"
     except subprocess.TimeoutExpired:
-        raise TimeoutError("Slurm gives no answer.") from None
+        return 1, f"{argv[0]} timed out: Slurm gives no answer."
     output = done.stderr if done.returncode else done.stdout
     return done.returncode, output.decode(errors="replace")
 
 
-def _read(path: Path, name: str = "") -> str:
+def _read(path: Path) -> str:
     """The text of a file; empty without one."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return (path / name).read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     return ""
 
 
-def _json(path: Path, name: str = "") -> dict[str, Any] | None:
+def _json(path: Path) -> Row | None:
     """The object that another of our programs has written; ``None`` before it has."""
-    with contextlib.suppress(ValueError):
-        return dict(json.loads(_read(path, name)))
-    return None
+    text = _read(path)
+    return dict(json.loads(text)) if text else None
 
 
 def _changed_at(path: Path) -> float:
@@ -393,18 +347,7 @@ def _changed_at(path: Path) -> float:
     return 0.0
 
 
-def _names(folder: Path) -> list[str]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.listdir(folder)
-    return []
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
-def main(request: dict[str, Any]) -> None:
+def main(request: Row) -> None:
     """Answer one request, unless another user may write into the folder.
 
     Args:

@@ -131,7 +131,7 @@ def template_folder() -> Iterator[str]:
         yield folder
 
 
-def script(
+def job_script(
     executor: Any,
     name: str,
     life: str,

@@ -148,11 +148,9 @@ class Allocation:
 
         Slurm's controller may have been away when the client asked it.
         """
-        path = os.path.join(self._folder, STOP)
-        with suppress(OSError):
-            if self._folder:
-                with open(path, encoding="utf-8") as file:
-                    return file.read().strip()
+        path = os.path.join(self._folder or self._settings.run, STOP)
+        with suppress(OSError), open(path, encoding="utf-8") as file:
+            return file.read().strip()
         return ""
 
     def keep_table(self) -> Optional[List[JobRow]]:
@@ -193,7 +191,8 @@ class Allocation:
         is_late = self._clock() >= self._ends_at or has_signal
         table = _by_id(rows)
         names = set()  # dispatchers of dispatches that were started and are not decided
-        for folder, attempts in self._attempts({**self._carried, **table}).items():
+        dispatches = self._attempts({**self._carried, **table})
+        for folder, attempts in dispatches.items():
             if _is_decided(attempts):
                 _remove_archives(folder)
             elif attempts and os.path.exists(os.path.join(folder, carried_over.START)):
@@ -205,8 +204,7 @@ class Allocation:
         # They must not follow each other for ever. The next allocation has all of its time for a
         # dispatch that was handed over late in this one. Otherwise a job of a dispatch must have
         # been started in this run, beside the dispatchers; one that waits for resources was not.
-        dispatchers = set(map(os.path.basename, carried_over.kept_dispatches(self._folder)))
-        jobs = carried_over.kept_ids(self._folder) - dispatchers
+        jobs = carried_over.kept_ids(self._folder) - set(map(os.path.basename, dispatches))
         began = {
             first_id(name)
             for name, row in table.items()

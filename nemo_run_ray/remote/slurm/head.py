@@ -51,7 +51,6 @@ class Head(NodeProgram):
         self._head: Optional[HeadAddress] = None
         self._dashboard: Optional[DashboardClient] = None
         self._driver: Optional[Child] = None
-        self._written_units: Optional[int] = None
         self._info = os.path.join(self.settings.cluster, "ray_cluster_info.json")
 
     def step(self) -> Optional[RunEnd]:
@@ -146,16 +145,14 @@ class Head(NodeProgram):
                         self.missed[rank] = 0
                     elif rank in self.missed and self.was_ready:
                         self.missed[rank] += 1
+            # NeMo-RL's scripts watch the resource of Ray's living nodes.
+            units = self.settings.worker_units * self._members
+            with suppress(OSError):  # the next turn tries again
+                write_file(os.path.join(self.settings.logs, "ray_worker_units"), f"{units}\n")
             self._asked_at = time.monotonic()
         # Before this node is registered, `ray start` of a worker soon gives up.
         if self._head is not None and self.address in self.alive:
             self.publish(ray=self._head)
-        # NeMo-RL's scripts watch the resource of Ray's living nodes.
-        units = self.settings.worker_units * self._members
-        if units != self._written_units:
-            with suppress(OSError):  # the next turn tries again
-                write_file(os.path.join(self.settings.logs, "ray_worker_units"), f"{units}\n")
-                self._written_units = units
 
     @property
     def _members(self) -> int:

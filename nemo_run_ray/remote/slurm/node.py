@@ -3,7 +3,6 @@ watches them and ends them."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -27,7 +26,7 @@ from .folder import (
     keep_job_logs,
 )
 from .network import choose_ports, way_to
-from .settings import SANDBOX, CannotContinue, Settings
+from .settings import SANDBOX, CannotContinue, Env, Settings
 
 #: Seconds of one turn of the loop.
 TURN_S = 0.25
@@ -42,7 +41,6 @@ _RETRY_S = 5.0
 _LEAVE_S = 20.0
 _NOT_FOUND = 127
 _TEMP_ROOT = "/tmp"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 #: Copies what has changed in Ray's logs, once or with pauses. A process of its own does it, so that
 #: a node still shows that it lives: the folder may be slow, and the logs large. A copy that breaks
 #: off leaves a torn file that is newer than its log: all are copied again after it.
@@ -97,9 +95,7 @@ class NodeProgram(ABC):
         env: of the job.
     """
 
-    def __init__(
-        self, settings: Settings, folder: RunFolder, tag: str, env: Mapping[str, str]
-    ) -> None:
+    def __init__(self, settings: Settings, folder: RunFolder, tag: str, env: Env) -> None:
         self.settings, self.folder, self.env, self._tag = settings, folder, env, tag
         self.children = Supervisor()
         self.report = NodeReport(host=settings.host, log=settings.node_log)
@@ -113,7 +109,6 @@ class NodeProgram(ABC):
         self.starts = 0
         self.began = time.monotonic()
         self._restart_at: Optional[float] = None
-        self._temp_lock: Optional[int] = None  # held as long as this process lives
         self._sidecars: List[Tuple[str, Optional[Child], str, Any]] = []
         self._copies: List[Child] = []
         self.leaves_at = float("inf")
@@ -167,16 +162,14 @@ class NodeProgram(ABC):
             while copy.code is None and time.monotonic() < deadline:
                 time.sleep(0.05)
                 self.children.reap()
-        if self._temp_lock is not None:
+        if not self.env.get("RAY_TEMP_DIR"):
             import shutil  # no node needs it to start
 
             shutil.rmtree(os.path.dirname(self.settings.temp_dir), ignore_errors=True)
         self.publish(left=True)
         return 0
 
-    def start(
-        self, argv: Sequence[str], log: str, env: Mapping[str, str], cwd: Optional[str] = None
-    ) -> Child:
+    def start(self, argv: Sequence[str], log: str, env: Env, cwd: Optional[str] = None) -> Child:
         with open(log, "ab") as output:
             return self.children.add(Child(argv, {**env, TAG: self._tag}, cwd, output))
 
@@ -268,7 +261,12 @@ class NodeProgram(ABC):
         os.makedirs(settings.logs, exist_ok=True)
         self.folder.beat()
         if not self.env.get("RAY_TEMP_DIR"):
-            self._temp_lock = make_private(os.path.dirname(settings.temp_dir))
+            own = os.path.dirname(settings.temp_dir)
+            os.makedirs(own, 0o700, exist_ok=True)
+            if os.lstat(own).st_uid != os.getuid():
+                raise CannotContinue(
+                    f"the folder {own} for Ray is another user's; set RAY_TEMP_DIR to your own"
+                )
         os.makedirs(settings.temp_dir, exist_ok=True)
         if settings.log_sync_s is not None:
             self._copies.append(self._copy_logs(settings.log_sync_s))
@@ -381,38 +379,7 @@ def temp_dir_of(job: str) -> str:
     return os.path.join(own_folder(os.path.join(_TEMP_ROOT, f"nrr-{os.getuid()}-{job}")), "r")
 
 
-def make_private(path: str) -> int:
-    """Make a folder, and remove those of this user's runs that were killed here.
-
-    Returns:
-        A descriptor that holds the folder for this process, also when it is killed. Nodes that
-        share it hold it together.
-
-    Raises:
-        CannotContinue: it is another user's.
-    """
-    import shutil  # the first files of the other nodes are there by now
-
-    for name in os.listdir(_TEMP_ROOT):
-        if name.startswith(f"nrr-{os.getuid()}-"):
-            with suppress(OSError):  # its program lives, or another one has just removed it
-                old = os.open(os.path.join(_TEMP_ROOT, name), _FOLDER)
-                try:
-                    fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(os.path.join(_TEMP_ROOT, name), ignore_errors=True)
-                finally:
-                    os.close(old)
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    if os.lstat(path).st_uid != os.getuid():
-        raise CannotContinue(
-            f"the folder {path} for Ray is another user's. Set RAY_TEMP_DIR to one of your own"
-        )
-    held = os.open(path, _FOLDER)
-    fcntl.flock(held, fcntl.LOCK_SH)
-    return held
-
-
-def with_pre_start(argv: List[str], pre_start: str, env: Mapping[str, str]) -> List[str]:
+def with_pre_start(argv: List[str], pre_start: str, env: Env) -> List[str]:
     """The command after the user's commands, whose exports it gets.
 
     The variables of the step in ``env`` are unset for it: Ray's workers would have them for ever.
@@ -422,7 +389,7 @@ def with_pre_start(argv: List[str], pre_start: str, env: Mapping[str, str]) -> L
     return ["bash", "-c", f'{pre_start}\n{unset}\nexec "$@"', "pre-start", *argv]
 
 
-def ray_environment(base: Mapping[str, str], settings: Settings, token_path: str) -> Dict[str, str]:
+def ray_environment(base: Env, settings: Settings, token_path: str) -> Dict[str, str]:
     """The environment of Ray on this node, and of what runs beside it.
 
     Token authentication is on, unless the user has set ``RAY_AUTH_MODE``. Nothing in it makes a
@@ -445,7 +412,7 @@ def ray_environment(base: Mapping[str, str], settings: Settings, token_path: str
     return env
 
 
-def driver_environment(ray_env: Mapping[str, str], head: HeadAddress) -> Dict[str, str]:
+def driver_environment(ray_env: Env, head: HeadAddress) -> Dict[str, str]:
     """The variables by which a program finds this cluster and may use it."""
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR")
     env = {name: ray_env[name] for name in names if name in ray_env}

@@ -32,6 +32,9 @@ NODE_PORTS = (
 )
 
 
+Env = Mapping[str, str]
+
+
 class CannotContinue(Exception):
     """This node cannot take part; the message says why, and names a variable that is wrong."""
 
@@ -57,7 +60,7 @@ class Settings:
         CannotContinue: a value is not allowed, or Slurm's variables are missing.
     """
 
-    def __init__(self, env: Mapping[str, str], temp_dir: str) -> None:
+    def __init__(self, env: Env, temp_dir: str) -> None:
         #: 0 is the head.
         self.rank, self.nodes = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
         #: Folder of this run, shared by all nodes.
@@ -125,14 +128,12 @@ class Settings:
         return self.log(f"worker-{self.rank:0{width}d}" if self.rank else "head")
 
 
-def job_of(env: Mapping[str, str]) -> str:
+def job_of(env: Env) -> str:
     """Slurm's number of the job and of its start: ``12.0``, and ``12.1`` after a requeue."""
     return f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_RESTART_COUNT') or '0'}"
 
 
-def _number(
-    env: Mapping[str, str], name: str, default: Optional[int] = None, is_port: bool = False
-) -> Any:
+def _number(env: Env, name: str, default: Optional[int] = None, is_port: bool = False) -> Any:
     text = env.get(name, "").strip()
     if text and not (text.isdigit() and (not is_port or 1 <= int(text) <= 65535)):
         allowed = "a port from 1 to 65535" if is_port else "a whole number from 0"
@@ -140,7 +141,7 @@ def _number(
     return int(text) if text else default
 
 
-def _sidecars(env: Mapping[str, str]) -> Iterator[SidecarSpec]:
+def _sidecars(env: Env) -> Iterator[SidecarSpec]:
     """The sandbox of NeMo-RL's ``ray.sub``, a server on every node, and the client's sidecars.
 
     ``SANDBOX_ENV_VARS`` is written as ``srun --export`` takes it: ``NAME=value`` sets a variable,

@@ -42,13 +42,6 @@ def test_a_token_is_looked_for_where_ray_looks(tmp_path, monkeypatch):
         _sent()
 
 
-def test_an_own_header_is_before_all(monkeypatch):
-    monkeypatch.setenv("BASIC", "Basic x")
-    own = {"authorization": "${BASIC}"}
-    assert _sent(token="t", headers=own) is None
-    assert ExistingCluster(SAFE, headers=own).connect().headers == {"authorization": "Basic x"}
-
-
 def test_a_token_that_was_given_for_another_cluster_is_not_sent(monkeypatch):
     """In a process that finds the cluster in a ledger, with its token's fingerprint alone."""
     record = ExistingCluster(SAFE, token="of-this-one").record()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_run_ray import LocalCluster
-from nemo_run_ray.clusters import from_record, local
+from nemo_run_ray.clusters import local
 from nemo_run_ray.clusters.local import MARKER, LocalState
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.remote import local_watch
@@ -50,14 +50,6 @@ def child():
     process.wait()
 
 
-def test_a_dead_process(home, child):
-    home._write(_state(child.pid, process_identity(child.pid)))
-    assert home._read() is not None
-    child.kill()
-    child.wait()
-    assert home._read() is None
-
-
 def test_a_pid_that_somebody_else_has_now(home):
     home._write(_state(os.getpid(), _shifted(process_identity(os.getpid()), 1)))
     assert home._read() is None
@@ -89,20 +81,6 @@ def test_the_environment_of_the_embedded_ray(home, monkeypatch):
     assert env["RAY_AUTH_TOKEN_PATH"] == str(home._path / "token")
     assert "of another cluster" not in env.values()
     assert home._token.read_text() not in env.values()
-
-
-def test_a_cluster_is_found_by_its_record(weird_tmp_path):
-    cluster = LocalCluster(state_dir=str(weird_tmp_path), num_cpus=3)
-    again = from_record(json.loads(json.dumps(cluster.record())))
-    assert again.find() is None
-    again.stop()
-    home = LocalCluster(state_dir=str(weird_tmp_path))
-    home._environment("/tmp/nray-x")
-    home._write(_me())
-    found = again.find()
-    assert found.url == "http://127.0.0.1:1"
-    assert found.headers == {"Authorization": f"Bearer {home._token.read_text()}"}
-    assert home._token.read_text() not in repr(found) + repr(cluster) + json.dumps(cluster.record())
 
 
 @pytest.mark.parametrize("is_made_by_us", [True, False])
@@ -255,18 +233,6 @@ def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path, monkeypatch)
     assert str(home._path / "archive" / SESSION / "logs" / "ray.log") in archive.reason
     assert home.archive("session_of_another") is None
     assert home.archive("") is None
-
-
-def test_the_newest_archives_are_kept(home, tmp_path, monkeypatch):
-    """By when they were over, and not by their names, which have the time of the wall clock."""
-    monkeypatch.setattr(local, "_ARCHIVES", 2)
-    names = [f"session_2026-11-22_10-00-0{number}_1_1" for number in (9, 1, 4)]
-    with home._locked():
-        for number, name in enumerate(names):
-            home._write(_dead(tmp_path, number, name))
-            home._remove_dead()
-            os.utime(home._path / "archive" / name / "reason", (number, number))
-    assert [home.archive(name) is not None for name in names] == [False, True, True]
 
 
 def test_of_one_that_was_stopped_the_job_table_is_kept(home, tmp_path):

@@ -105,18 +105,6 @@ def test_client_and_script_know_by_the_same_words_that_the_controller_is_away():
     assert words.split("|") == list(cluster._AWAY)
 
 
-def test_no_other_job_is_asked_for_while_slurm_may_have_one(over):
-    """It has lost the answer to the first request, and gives none to the question for it."""
-    commands(
-        over,
-        sbatch='echo x >> "$SLURM/n"; echo "Socket timed out" >&2; exit 1',
-        squeue='echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1',
-    )
-    renew(over)
-    assert (over.slurm / "n").read_text() == "x\n"
-    assert "timed out" in (over.life(2) / "refused").read_text(), "so that the job does not begin"
-
-
 @pytest.mark.parametrize("name", ["1/over", "1/stop", "2/over", "2/stop"])
 def test_a_cluster_that_is_ended_meanwhile_leaves_no_job(over, name):
     commands(over, sbatch=f'touch "{over.life().parent}/{name}"')
@@ -146,14 +134,6 @@ def test_of_two_jobs_that_slurm_has_for_one_allocation_one_begins(over):
     assert "it begins" not in second.stdout
     assert (over.life() / "job").read_text() == "101\n"
     assert begin(over, "101").stdout == "it begins\n", "a requeue"
-
-
-@pytest.mark.parametrize("name", ["over", "stop"])
-def test_a_cluster_that_was_ended_goes_on_nowhere(over, name):
-    (over.life() / name).write_text("it was ended by `nemo-run-ray down`")
-    renew(over)
-    assert over.lives() == ["1"]
-    assert "was given up before it started" in begin(over, "101").stdout
 
 
 def ends_in(world: World, **variables: str) -> str:

@@ -136,14 +136,6 @@ class TestEndWithoutUsers:
         assert why_after(6) == "no job has run for 60 s"
         assert json.loads((world.run / TABLE).read_text())[-1] == world.rows[0]
 
-    def test_a_late_user_has_time_to_submit(self, world, why_after):
-        why_after(6)
-        assert why_after(50) == ""
-        (world.path / USERS / "late").touch()
-        assert why_after(30) == ""
-        assert why_after(50) == ""
-        assert why_after(30) == "no job has run for 60 s"
-
     def test_it_ends_when_the_last_user_has_left(self, world, why_after):
         user = world.path / USERS / "me"
         user.touch()
@@ -156,20 +148,6 @@ class TestEndWithoutUsers:
         assert why_after(6) == ""
         (world.path / KEEP).unlink()
         assert why_after(6) == "its last user has left, and no job runs"
-
-    def test_a_folder_that_cannot_be_read_ends_nothing(self, world, why_after):
-        why_after(6)
-        (world.path / RELEASED).touch()
-        (world.path / USERS).rmdir()
-        (world.path / STOP).mkdir()
-        assert why_after(6) == why_after.allocation.stop_reason() == ""
-
-    def test_it_is_not_idle_before_its_chains_continue(self, world):
-        allocation = world.allocation(idle_timeout_s=60)
-        for _ in range(20):
-            world.refusals["/api/jobs/"] = 1
-            world.now += 6
-            assert allocation.step() is None
 
     def test_a_client_stops_it_without_slurm(self, world, why_after):
         """Slurm's controller may be away when `nemo-run-ray down` asks it."""
@@ -185,13 +163,6 @@ def test_the_kept_table_has_the_end_that_ray_has_lost(world):
     world.allocation().keep_last_table(RunEnd(0, "its walltime is over", True))
     row = json.loads((world.run / TABLE).read_text())[-1]
     assert (row["status"], row["driver_exit_code"]) == ("SUCCEEDED", 0)
-
-
-@pytest.mark.parametrize(("refusals", "is_kept"), [(0, True), (2, True), (3, False)])
-def test_the_last_table_is_asked_for_three_times(world, refusals, is_kept):
-    world.refusals["/api/jobs/"] = refusals
-    world.allocation().keep_last_table(RunEnd(0, "its walltime is over", True))
-    assert (world.run / TABLE).exists() == is_kept
 
 
 @pytest.mark.parametrize(
@@ -274,14 +245,6 @@ def test_a_signal_before_the_walltime_ends_the_allocation(world):
     assert "SIGUSR1" in end.why
 
 
-def test_a_decided_chain_keeps_only_its_ids(world):
-    allocation = world.allocation(9_999.0)
-    assert allocation.renewal([_DISPATCHER, _DONE], False) is not None
-    rows = [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}]
-    assert allocation.renewal(rows, False) is None
-    assert [path.name for path in world.dispatch.iterdir()] == ["ids"]
-
-
 def test_a_ray_that_does_not_come_up_is_tried_once_more(world):
     """One bad node must not end a chain of days; two in a row do."""
     assert not world.allocation().may_try_again()
@@ -316,12 +279,6 @@ def test_its_dispatcher_is_started_once(world, is_taken):
     assert puts == {b"code"}
 
 
-def test_no_file_of_the_working_folder_stops_an_allocation_without_a_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / STOP).write_text("of the user")
-    assert Allocation(settings_with()).stop_reason() == ""
-
-
 @pytest.mark.parametrize("text", [None, '{"body": {', "{}"])
 def test_a_chain_that_cannot_continue_is_given_up(world, capfd, text):
     start = world.dispatch / "start.json"
@@ -334,24 +291,6 @@ def test_a_chain_that_cannot_continue_is_given_up(world, capfd, text):
     printed = capfd.readouterr().out
     assert printed.count("The chain d cannot continue yet: ") == 1
     assert "The chain d cannot continue, and is given up: " in printed
-
-
-def test_an_earlier_table_that_cannot_be_read_ends_the_run(world):
-    """Without it jobs would run again. The next allocation tries it again."""
-    world.table.unlink()
-    world.table.mkdir()
-    with pytest.raises(OSError, match="Is a directory"):
-        world.allocation()
-
-
-def test_code_of_chains_that_nobody_continues_is_removed(world):
-    world.allocation()
-    assert len(list(world.dispatch.iterdir())) == 3, "this run continues them"
-    (world.path / "renewed").unlink()
-    world.allocation()
-    assert [path.name for path in world.dispatch.iterdir()] == ["ids"], (
-        "old tables are read by them"
-    )
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,6 @@ def test_two_clusters_on_a_node_do_not_meet():
     )
 
 
-def test_ports_of_the_user_are_taken_as_they_are():
-    with socket.create_server(("", 0)) as server:
-        free = server.getsockname()[1]
-    chosen = choose_ports({"NODE_MANAGER_PORT": free, "MIN_WORKER_PORT": 54001}, False, 0)
-    assert chosen["NODE_MANAGER_PORT"] == free
-    assert (chosen["MIN_WORKER_PORT"], chosen["MAX_WORKER_PORT"]) == (54001, 54257)
-
-
 def test_a_port_that_is_set_and_taken_is_named():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]

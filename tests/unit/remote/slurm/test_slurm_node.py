@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings
 from nemo_run_ray.remote.slurm.folder import HeadAddress, NodeReport, RunFolder
 from nemo_run_ray.remote.slurm.head import Head
-from nemo_run_ray.remote.slurm.node import Worker, make_private, temp_dir_of
+from nemo_run_ray.remote.slurm.node import Worker
 from tests.conftest import wait_for
 
 _HEAD = HeadAddress("127.0.0.1", 6379, 8265)
@@ -49,6 +48,8 @@ def begin(tmp_path, monkeypatch) -> Callable[..., Any]:
     """The program of a node, which has announced itself to the others."""
     monkeypatch.setattr(node, "_RETRY_S", 0.0)
     monkeypatch.setattr(node, "LOOK_S", 0.0)
+    for name in ("_ASK_S", "_ASK_READY_S"):
+        monkeypatch.setattr(head_module, name, 0.0)
     monkeypatch.setattr(node, "Supervisor", _Children)
     monkeypatch.setattr(node, "Child", _Child)
     monkeypatch.setattr(head_module, "head_address", lambda *_: "127.0.0.1")
@@ -118,28 +119,6 @@ def test_no_number_of_tries_ends_a_start(begin):
         worker.step()
 
 
-def test_a_head_that_has_begun_gives_the_start_up_itself(begin):
-    """It can say what it has waited for; a worker cannot."""
-    worker = begin(Worker, 1, RAY_HEAD_START_TIMEOUT="0")
-    with pytest.raises(settings.CannotContinue, match="no head was there within 0 s"):
-        worker.step()
-    RunFolder(worker.folder.path, 0).publish_report(NodeReport("n1"))
-    assert worker.step() is None
-
-
-def test_the_units_of_the_living_nodes_are_written_at_every_change(begin, tmp_path):
-    """Before the cluster is ready, and when it has lost a node."""
-    head = begin(Head, 0)
-    RunFolder(str(tmp_path), 1).publish_report(NodeReport("n2", address="10.0.0.1"))
-    written = []
-    for alive in ({"127.0.0.1"}, {"127.0.0.1", "10.0.0.1"}, {"127.0.0.1"}):
-        head.step()
-        head.alive = alive
-        head.step()
-        written.append((tmp_path / "ray_worker_units").read_text())
-    assert written == ["1\n", "2\n", "1\n"]
-
-
 def _copy(source: Path, target: Path, pause_s: str, **env: str) -> subprocess.Popen[bytes]:
     words = ["sh", "-c", node._COPY, "copy", str(source), str(target), pause_s]
     return subprocess.Popen(words, env={**os.environ, **env})
@@ -167,47 +146,9 @@ def test_a_copy_of_rays_logs_that_was_killed_is_made_again(tmp_path):
     assert copy.exists()
 
 
-#: A program that holds its folder until it is killed.
-_HOLDER = """
-import sys, time
-from nemo_run_ray.remote.slurm import node
-node._TEMP_ROOT = sys.argv[1]
-held = node.make_private(sys.argv[1] + "/" + sys.argv[2])
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.fixture
-def root(tmp_path, monkeypatch):
-    monkeypatch.setattr(node, "_TEMP_ROOT", str(tmp_path))
-    return tmp_path
-
-
-def folder(root, job: str):
-    return root / f"nrr-{os.getuid()}-{job}"
-
-
-def test_the_folder_of_a_run_that_was_killed_is_removed_and_no_other(root):
-    words = [sys.executable, "-c", _HOLDER, str(root), folder(root, "7.0").name]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        os.close(make_private(str(folder(root, "9.0"))))
-        assert folder(root, "7.0").exists(), "its program lives"
-        before = os.listdir("/proc/self/fd")
-        holder.kill()
-        holder.wait()
-        os.close(make_private(str(folder(root, "9.0"))))
-        assert os.listdir("/proc/self/fd") == before, "none holds a lock"
-    assert not folder(root, "7.0").exists()
-
-
-def test_a_folder_that_two_nodes_share_stays_until_both_have_ended(root):
-    first, second = (make_private(os.path.dirname(temp_dir_of("3.0"))) for _ in range(2))
-    os.close(second)
-    os.close(make_private(str(folder(root, "4.0"))))
-    assert folder(root, "3.0").exists()
-    os.close(first)
-    os.close(make_private(str(folder(root, "4.0"))))
-    assert not folder(root, "3.0").exists()
+def test_a_folder_of_another_user_is_not_used(begin, monkeypatch, tmp_path):
+    worker = begin(Worker, 1)
+    (tmp_path / "job").touch()
+    monkeypatch.setattr(node.os, "getuid", lambda: 12345)
+    with pytest.raises(settings.CannotContinue, match="is another user's"):
+        worker._begin()

@@ -39,13 +39,6 @@ def test_a_node_of_twelve():
     assert _read(RAY_TEMP_DIR="").temp_dir == "/tmp/own"
 
 
-def test_worker_units_are_gpus_and_one_without():
-    """NeMo-Run's own script says 8, whatever a node has."""
-    assert _read().worker_units == 1
-    assert _read(SLURM_GPUS_ON_NODE="4").worker_units == 4
-    assert _read(CUDA_VISIBLE_DEVICES="0,1").worker_units == 2
-
-
 def test_ports_and_choices_of_the_user():
     found = _read(
         NODE_MANAGER_PORT="53001",
@@ -103,12 +96,6 @@ def test_the_sandbox_of_nemo_rl():
     }
     assert sandbox.probe is not None
     assert (sandbox.probe.kind, sandbox.probe.port) == ("port", 6000)
-
-
-def test_a_sandbox_in_a_container_is_started_by_the_script_and_asked_here():
-    (sandbox,) = _read(SANDBOX_COMMAND="/start.sh", SANDBOX_CONTAINER="image").sidecars
-    assert sandbox.command == ""
-    assert sandbox.probe is not None
 
 
 def test_a_driver_is_no_rank_of_the_step():
