@@ -41,12 +41,12 @@ def is_zombie(pid: int) -> bool:
 
 
 class Relayed:
-    """What a driver holds of one process, and the relays of its actor."""
+    """What a driver holds of one process, and the relay of its actor."""
 
-    def __init__(self, relays: Any, folder: Path, place: tuple[str, ...]) -> None:
-        self.relays = relays
+    def __init__(self, relay: Any, folder: Path, place: tuple[str, ...]) -> None:
+        self.relay = relay
         self.folder = folder
-        self.key, self.tag, self.run_dir = place[:3]
+        self.tag, self.run_dir = place[:2]
         self.reports: list[dict[str, Any]] = []
         self._looked_at = 0
         self._orders = 0
@@ -64,13 +64,12 @@ class Relayed:
         return [one["at"] for one in self.reports if one["at"] != "text"]
 
     def order(self, order: Mapping[str, Any]) -> None:
-        self.relays.order(self.key, self._orders, dict(order))
+        self.relay.order(self._orders, dict(order))
         self._orders += 1
 
     def ask(self, seen: int, patience_s: float) -> tuple[int, list[str]]:
         """The number of the first report that is there, and the reports as they came."""
-        answer = self.relays.pull({self.key: seen}, patience_s)
-        return answer.get(self.key, (seen, []))
+        return self.relay.pull(seen, patience_s)
 
     def pull(self, patience_s: float = 0.1) -> None:
         first, reports = self.ask(len(self.reports), patience_s)

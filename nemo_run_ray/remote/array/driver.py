@@ -26,7 +26,6 @@ from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, slots, wh
 from ..fit import hosts as nodes_that_fit
 from ..group.driver import connect
 from ..hosts.actors import (
-    Actor,
     Actors,
     ReplicaHandle,
     forget_runtime_env,
@@ -112,14 +111,12 @@ class Host:
     Attributes:
         record: its record.
         replica: its handle for the driver's calls.
-        actor: the actor that passes its orders and reports on.
         slots: how many elements it runs at a time.
         deadline: when it is given up.
     """
 
     record: HostRecord
     replica: ReplicaHandle
-    actor: Actor
     slots: int
     deadline: float = math.inf
     state: HostState = HostState.STARTING
@@ -182,12 +179,10 @@ class HostStarts:
         """
         role = self._role
         resources = {key: amount * count for key, amount in role.resources.items()}
-        replica = ReplicaHandle(
-            (role.name, record.number), role, node, 0, record.tag, record.run_dir
-        )
+        replica = ReplicaHandle((role.name, record.number), role, node, record.tag, record.run_dir)
         strategy = self._on(node.node_id, soft=False)
-        actor = self._actors.start([replica], resources, strategy, "array.host")
-        host = Host(record, replica, actor, count, time.monotonic() + _PLACED_S)
+        self._actors.start(replica, resources, strategy, "array.host")
+        host = Host(record, replica, count, time.monotonic() + _PLACED_S)
         return host, {**self._prepare(replica), **self._order, "slots": count}
 
     def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Any:
@@ -314,7 +309,6 @@ class ArrayDriver:
 
     def _turn(self) -> None:
         self._obey()
-        self._calls.repeat()
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
@@ -403,19 +397,18 @@ class ArrayDriver:
 
     def hear(self, answer: Answer) -> None:
         """Take what an actor has answered, and ask it again."""
-        number = answer.actor.replicas[0].replica_id[1]
+        number = answer.replica.replica_id[1]
         host = self.hosts.get(number)  # unless it is given up
         if isinstance(answer, Died):
             if host is not None:
                 self._lost(host, answer.words, answer.cause, has_started=answer.cause is None)
             return
-        for first, reports in answer.reports.values():
-            for count, report in enumerate(reports, start=first):
-                if host is not None and number in self.hosts and count == host.replica.seen:
-                    host.replica.seen += 1
-                    self._report(host, json.loads(report))
+        for count, report in enumerate(answer.reports, start=answer.first):
+            if host is not None and number in self.hosts and count == host.replica.seen:
+                host.replica.seen += 1
+                self._report(host, json.loads(report))
         if number in self.hosts:
-            self._calls.pull(answer.actor)
+            self._calls.pull(answer.replica)
 
     def _report(self, host: Host, report: Mapping[str, Any]) -> None:
         kind, node, number = report["at"], host.replica.node.host, host.record.number
@@ -523,7 +516,7 @@ class ArrayDriver:
         for record, (node_id, count) in zip(records, () if self._is_stopped else planned):
             host, order = self._starts.start(record, nodes[node_id], count)
             self.hosts[record.number] = host
-            self._calls.pull(host.actor)
+            self._calls.pull(host.replica)
             self._calls.order(host.replica, order)
         if self.hosts:
             self._tell_at = now + _TELL_S
@@ -535,7 +528,7 @@ class ArrayDriver:
 
     def _end(self, host: Host) -> None:
         """Let a host end what it runs; one that has not come up ends with its actor."""
-        if not host.actor.answers:
+        if not host.replica.answers:
             self._drop(host)
             return
         host.state = HostState.ENDING
@@ -544,8 +537,8 @@ class ArrayDriver:
 
     def _drop(self, host: Host) -> None:
         """End the actor of a host of which nothing runs."""
-        self._ray.kill(host.actor.handle, no_restart=True)
-        host.actor.dead = True
+        self._ray.kill(host.replica.actor, no_restart=True)
+        host.replica.dead = True
         del self.hosts[host.record.number]
 
     def _give_up(self, host: Host) -> None:

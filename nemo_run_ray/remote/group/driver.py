@@ -1,9 +1,7 @@
 """The driver of a group: a Ray program that feeds the pure machine and carries out its actions.
 
-It holds no resources. One placement group gives all replicas their nodes. On every node one actor
-starts the replicas' processes and passes their reports back; a replica with accelerators or a
-runtime environment of its own gets an actor of its own, since only Ray can give it those. An actor
-is a worker with ray imported: 0.6 s of a CPU and some 60 MB, which plain replicas can share.
+It holds no resources. One placement group gives all replicas their nodes. In the bundle of each
+replica one actor starts its process and passes its reports back.
 """
 
 from __future__ import annotations
@@ -24,14 +22,12 @@ from typing import Any, Iterator, Mapping, Sequence
 from ..files import write_file
 from ..fit import Node, ResourceRequest, amounts_text, fits, hosts, nodes_of, slots, why_not
 from ..hosts.actors import (
-    Actor,
+    Actors,
     ReplicaHandle,
     ReplicaId,
-    actor_of,
     forget_runtime_env,
     name,
     prepare_order,
-    start_actors,
 )
 from ..hosts.calls import Answer, Calls, Died, Pulled
 from ..node.output import NO_PROCESS_LEFT, say, write
@@ -71,7 +67,6 @@ class _Driver:
         self._secrets = take_secrets(spec.secrets)
         self._config = forget_runtime_env()
         self._handles: dict[ReplicaId, ReplicaHandle] = {}
-        self._actors: list[Actor] = []
         self._watch_at = self._tell_at = 0.0
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
         self._rows_path = os.path.join(folder, status_file_name(submission_id))
@@ -100,7 +95,7 @@ class _Driver:
                 self._turn()
         finally:
             # An actor that never answered has not started anything, or ends it with its own end.
-            living = [actor for actor in self._actors if actor.answers and not actor.dead]
+            living = [one for one in self._handles.values() if one.answers and not one.dead]
             lost = any(one.life is ReplicaState.LOST for one in self._group.replicas.values())
             all_ended = self._calls.close(living) and not lost
             room.leave()
@@ -117,25 +112,25 @@ class _Driver:
     def _start_actors(self, room: PlacementGroup) -> None:
         mark = secrets.token_hex(8)
         nodes = iter(enumerate(room.nodes()))
+        actors = Actors(self._ray)
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for role in self._spec.roles:
             names = []
             for index in range(role.replicas):
                 bundle, node = next(nodes)
                 tag = f"{self._submission_id}/{mark}.{bundle}"
                 run_dir, key = f"{self._submission_id}~{role.name}-{index}", (role.name, index)
-                self._handles[key] = ReplicaHandle(key, role, node, bundle, tag, run_dir)
+                handle = self._handles[key] = ReplicaHandle(key, role, node, tag, run_dir)
+                actors.start(handle, role.resources, strategy(room.group, bundle))
+                self._calls.pull(handle)
                 names.append(node.host)
             say(f"{role.name} goes to {', '.join(dict.fromkeys(names))}")
-        self._actors = start_actors(self._ray, room.group, self._handles.values())
-        for actor in self._actors:
-            self._calls.pull(actor)
         self._tell_at = time.monotonic() + _TELL_S
 
     # ------------------------------------------------------------------ what happens
 
     def _turn(self) -> None:
         self._obey()
-        self._calls.repeat()
         now = time.monotonic()
         events: list[Event] = []
         for handle in self._handles.values():
@@ -162,7 +157,7 @@ class _Driver:
             for event in events_of(answer):
                 self._happened(event)
             if isinstance(answer, Pulled):
-                self._calls.pull(answer.actor)
+                self._calls.pull(answer.replica)
 
     def _obey(self) -> None:
         order = self._runner.order()
@@ -401,16 +396,15 @@ def _asked(spec: GroupSpec) -> dict[str, float]:
 
 def events_of(answer: Answer) -> Iterator[Event]:
     """Turn an answer into events, and write what the replicas have printed into the log."""
-    for handle in answer.actor.replicas:
-        if isinstance(answer, Died):
-            yield from losses(handle, answer.words, answer.cause or Reason.NOT_STARTED)
-            continue
-        if handle.node.node_id != answer.node_id:
-            yield from losses(handle, f"Ray has moved the replica to the node {answer.node_id}")
-        first, reports = answer.reports.get(name(handle.replica_id), (handle.seen, []))
-        for report in reports[handle.seen - first :]:
-            handle.seen += 1
-            yield from events_of_report(handle, json.loads(report))
+    handle = answer.replica
+    if isinstance(answer, Died):
+        yield from losses(handle, answer.words, answer.cause or Reason.NOT_STARTED)
+        return
+    if handle.node.node_id != answer.node_id:
+        yield from losses(handle, f"Ray has moved the replica to the node {answer.node_id}")
+    for report in answer.reports[handle.seen - answer.first :]:
+        handle.seen += 1
+        yield from events_of_report(handle, json.loads(report))
 
 
 def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) -> list[Event]:
@@ -423,7 +417,7 @@ def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) 
     where = f"node {handle.node.host} ({handle.node.address})"
     lost = Event(Kind.LOST, handle.replica_id, f"{where}: {why}")
     never = lost._replace(kind=Kind.UNPREPARED, words=f"no worker on {where}: {why}", cause=cause)
-    return [never, lost] if actor_of(handle).dead else [lost]
+    return [never, lost] if handle.dead else [lost]
 
 
 def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> list[Event]:

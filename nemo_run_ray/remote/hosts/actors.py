@@ -1,4 +1,4 @@
-"""The actors that a driver keeps on nodes: who shares one, how they start, what is sent to them.
+"""The actors that a driver keeps on nodes, one a replica: how they start, and what they are sent.
 
 ``ray`` is passed in: the driver imports it. The class is sent by value and the archives go
 through Ray's object store, so that the actors run in workers that Ray keeps ready: a worker for the
@@ -19,7 +19,7 @@ import tempfile
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 from .. import FOLDER
 from ..fit import Node
@@ -30,8 +30,6 @@ from ..spec import CODE, RoleSpec, to_json
 ReplicaId = Tuple[str, int]
 #: Variables of the driver that a role needs: which attempt it is, and what a Ray program needs.
 _PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
-#: Replicas that ask for these alone share an actor: Ray hands neither out piece by piece.
-_SHARED = {"CPU", "memory"}
 #: Resources for which Ray's actors have options of their own.
 _OWN_OPTIONS = ("CPU", "GPU", "memory")
 
@@ -43,53 +41,29 @@ def name(replica_id: ReplicaId) -> str:
 
 @dataclass(eq=False)
 class ReplicaHandle:
-    """One replica, as the driver knows it."""
+    """One replica and its actor, as the driver knows them.
+
+    Attributes:
+        actor: Ray's handle, once it is started.
+        answers: the actor has answered once.
+        dead: the actor's worker is gone.
+        seen: number of reports that were taken.
+        orders: number of orders that were given.
+    """
 
     replica_id: ReplicaId
     role: RoleSpec
     node: Node
-    bundle: int
     tag: str
     run_dir: str
-    actor: Optional[Actor] = None
-    seen: int = 0  # reports
+    actor: Any = None
+    answers: bool = False
+    dead: bool = False
+    seen: int = 0
     orders: int = 0
     ports: Dict[str, int] = field(default_factory=dict)
     end_by: Optional[float] = None
     starts: int = 0
-
-    @property
-    def prefix(self) -> str:
-        return f"{name(self.replica_id)}| "
-
-    @property
-    def can_share_actor(self) -> bool:
-        """Whether one actor can serve it together with others of its node."""
-        return not self.role.runtime_env and set(self.role.resources) <= _SHARED
-
-
-@dataclass(eq=False)
-class Actor:
-    """One actor, its replicas, and what is known of it.
-
-    Attributes:
-        handle: Ray's.
-        replicas: those that it serves, all on one node.
-        answers: it has answered once.
-        dead: its worker is gone.
-    """
-
-    handle: Any
-    replicas: List[ReplicaHandle]
-    answers: bool = False
-    dead: bool = False
-
-
-def actor_of(replica: ReplicaHandle) -> Actor:
-    """The actor that serves a replica."""
-    if replica.actor is None:
-        raise ValueError(f"{name(replica.replica_id)} has no actor yet")
-    return replica.actor
 
 
 class Actors:
@@ -110,57 +84,36 @@ class Actors:
 
     def start(
         self,
-        replicas: List[ReplicaHandle],
+        replica: ReplicaHandle,
         resources: Mapping[str, float],
         strategy: Any,
         program: str = "group.replica",
-    ) -> Actor:
-        """Start the actor that serves some replicas of one node.
+    ) -> None:
+        """Start the actor of a replica.
 
         Args:
-            replicas: these; they have one runtime environment.
-            resources: to reserve for them, by Ray's names.
+            replica: this one.
+            resources: to reserve for it, by Ray's names.
             strategy: where Ray places it.
-            program: module of this package that the replicas' processes run.
+            program: module of this package that the replica's process runs.
         """
-        roles = [replica.role for replica in replicas]
-        folders = dict.fromkeys(code_of(role) for role in roles if role.task.has_code)
-        for folder in folders:
+        code = []
+        if replica.role.task.has_code:
+            folder = code_of(replica.role)
             if folder not in self._codes:
                 self._codes[folder] = self._put(tar(folder))
+            code = [key_of(folder), self._codes[folder]]
         others = {key: amount for key, amount in resources.items() if key not in _OWN_OPTIONS}
-        handle = self._class.options(
+        replica.actor = self._class.options(
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
             memory=int(resources.get("memory", 0)) or None,
             resources=others,
             max_concurrency=8,  # pulls that wait, pulls behind broken lines, orders
-            runtime_env=roles[0].runtime_env or None,
+            max_task_retries=-1,  # while its node is away; what is sent is numbered
+            runtime_env=replica.role.runtime_env or None,
             scheduling_strategy=strategy,
-        ).remote(
-            [(name(one.replica_id), one.tag, one.run_dir, program) for one in replicas],
-            [key_of(folder) for folder in folders],
-            self.package,
-            *(self._codes[folder] for folder in folders),
-        )
-        actor = Actor(handle, replicas)
-        for replica in replicas:
-            replica.actor = actor
-        return actor
-
-
-def start_actors(ray: Any, placement_group: Any, replicas: Iterable[ReplicaHandle]) -> List[Actor]:
-    """Start the actors that serve the replicas of a group, each in a bundle of theirs."""
-    actors = Actors(ray)
-    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    return [
-        actors.start(
-            served,
-            {} if served[0].can_share_actor else served[0].role.resources,
-            strategy(placement_group, served[0].bundle),
-        )
-        for served in _by_actor(replicas)
-    ]
+        ).remote((replica.tag, replica.run_dir, program), self.package, *code)
 
 
 def code_of(role: RoleSpec) -> str:
@@ -245,28 +198,13 @@ def _archives() -> Mapping[str, str]:
     return archives
 
 
-def _by_actor(replicas: Iterable[ReplicaHandle]) -> Iterator[List[ReplicaHandle]]:
-    """The replicas that share an actor."""
-    sharing: Dict[str, List[ReplicaHandle]] = {}
-    for replica in replicas:
-        if replica.can_share_actor:
-            sharing.setdefault(replica.node.node_id, []).append(replica)
-        else:
-            yield [replica]
-    yield from sharing.values()
-
-
 def tar(*folders: str) -> bytes:
     """The files of all folders, but for compiled ones: other jobs may be writing those."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for folder in folders:
-            archive.add(folder, ".", filter=_unless_compiled)
+            archive.add(folder, ".", filter=lambda one: None if "__pycache__" in one.name else one)
     return buffer.getvalue()
-
-
-def _unless_compiled(member: tarfile.TarInfo) -> Optional[tarfile.TarInfo]:
-    return None if os.path.basename(member.name) == "__pycache__" else member
 
 
 def actor_class() -> Any:
@@ -275,40 +213,37 @@ def actor_class() -> Any:
     It may use nothing of this package, only the standard library, whose modules are sent as names.
     """
 
-    class Replicas:
+    class ReplicaActor:
         def __init__(
-            self,
-            places: List[Tuple[str, ...]],
-            names: List[str],
-            package: bytes,
-            *codes: bytes,
+            self, place: Tuple[str, str, str], package: bytes, name: str = "", code: bytes = b""
         ) -> None:
             import ray
 
             self._node = ray.get_runtime_context().get_node_id()
             folder = tempfile.mkdtemp(prefix="nemo_run_ray_")
             try:
-                for kind, data in [("package", package), *zip(names, codes)]:
-                    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-                        archive.extraction_filter = lambda member, path: member  # it is trusted
-                        archive.extractall(os.path.join(folder, kind))
+                for kind, data in (("package", package), (name, code)):
+                    if data:
+                        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                            archive.extraction_filter = lambda member, path: member  # it is trusted
+                            archive.extractall(os.path.join(folder, kind))
                 sys.path.append(os.path.join(folder, "package"))
                 relay = importlib.import_module("nemo_run_ray_remote.hosts.relay")
-                self._relays = relay.Relays(folder, places)
+                self._relay = relay.Relay(folder, *place)
             except BaseException:  # a full disk
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
 
-        def order(self, key: str, number: int, order: Dict[str, Any]) -> None:
-            self._relays.order(key, number, order)
+        def order(self, number: int, order: Dict[str, Any]) -> None:
+            self._relay.order(number, order)
 
-        def pull(self, seen: Dict[str, int], patience_s: float, gather_s: float) -> Any:
-            return self._node, self._relays.pull(seen, patience_s, gather_s)
+        def pull(self, seen: int, patience_s: float, gather_s: float) -> Any:
+            return self._node, *self._relay.pull(seen, patience_s, gather_s)
 
         def close(self) -> Any:
-            return self._relays.close()
+            return self._relay.close()
 
-    return Replicas
+    return ReplicaActor
 
 
 def module_function() -> Any:

@@ -35,7 +35,6 @@ from typing import (
     Dict,
     Iterator,
     List,
-    Mapping,
     NoReturn,
     Optional,
     Sequence,
@@ -62,7 +61,7 @@ OVER = b'{"at": "over"}\n'
 _SAY_S = 5.0
 #: Bytes of reports that wait for the actor before the output is no longer read.
 _UNSENT_MAX = 4 * 2**20
-#: Bytes of one replica's reports kept for the driver; beyond it the role's processes wait to write.
+#: Bytes of the reports that are kept for the driver; beyond it the role's processes wait to write.
 _KEPT_MAX = 2 * 2**20
 #: Seconds for the processes to end and to remove their folders.
 _CLOSE_S = 10.0
@@ -74,110 +73,42 @@ PROGRAM = (
 )
 
 
-class Relays:
-    """All replicas of one actor. The methods are called from any thread.
+class Relay:
+    """One replica's process, and its reports that the driver does not have yet.
+
+    The public methods are called from any thread.
 
     Args:
-        folder: of this actor alone; the replicas' processes remove it.
-        places: of each replica the key that names it, the tag in the environment of all its
-            processes, the name of its run directory, and the module that its process runs.
+        folder: of this actor alone; the replica's process removes it.
+        tag: in the environment of all its processes.
+        run_dir: the name of its run directory.
+        program: the module that its process runs.
     """
 
-    def __init__(self, folder: str, places: Sequence[Tuple[str, ...]]) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, tag: str, run_dir: str, program: str) -> None:
+        self._folder, self._tag, self._run_dir = folder, tag, run_dir
         self._changed = threading.Condition()
-        is_alone = len(places) == 1
-        self._relays = {
-            place[0]: _Relay(folder, place, self._changed, is_alone) for place in places
-        }
-        for relay in self._relays.values():
-            relay.listen()
-
-    def order(self, key: str, number: int, order: Dict[str, Any]) -> None:
-        """Pass an order on: once, and in the order of the numbers, however often it comes."""
-        self._relays[key].order(number, order)
-
-    def pull(
-        self, seen: Mapping[str, int], patience_s: float, gather_s: float = 0.0
-    ) -> Dict[str, Tuple[int, List[str]]]:
-        """Return new reports of the replicas, and forget those that the caller has.
-
-        Args:
-            seen: how many reports of each replica the caller has.
-            patience_s: how long to wait for one.
-            gather_s: how long to wait for more, once there is one.
-
-        Returns:
-            By replica the number of the first report, and the reports; nothing of those that have
-            none.
-        """
-        with self._changed:
-            for key, count in seen.items():
-                self._relays[key].forget(count)
-            self._changed.notify_all()
-            relays = self._relays.values()
-            has_some = self._changed.wait_for(lambda: any(one.kept for one in relays), patience_s)
-        if has_some:
-            time.sleep(gather_s)
-        with self._changed:
-            return {
-                key: (relay.first, [report.decode() for report in relay.kept])
-                for key, relay in self._relays.items()
-                if relay.kept
-            }
-
-    def close(self) -> bool:
-        """End the processes and wait until nothing of them is left; whether they have ended."""
-        with self._changed:
-            for relay in self._relays.values():
-                relay.hang_up()
-            self._changed.notify_all()  # no thread need wait for room among the reports now
-        deadline = time.monotonic() + _CLOSE_S
-        gone = [
-            relay.gone.wait(max(0.0, deadline - time.monotonic()))
-            for relay in self._relays.values()
-        ]
-        shutil.rmtree(self._folder, ignore_errors=True)  # those that were killed could not
-        return all(gone)
-
-
-class _Relay:
-    """One replica's process, and its reports that the driver does not have yet."""
-
-    def __init__(
-        self,
-        folder: str,
-        place: Sequence[str],
-        changed: threading.Condition,
-        is_alone: bool,
-    ) -> None:
-        _, self._tag, self._run_dir, program = place
-        self._folder, self._is_alone = folder, is_alone
-        self._changed = changed
         self._ordering = threading.Lock()
         self._early: Dict[int, Dict[str, Any]] = {}
-        self._next = 0
-        self.kept: Deque[bytes] = deque()  # reports
-        self.kept_bytes = 0
-        self.first = 0  # number of the oldest report that is kept
-        self.gone = threading.Event()
+        self._kept: Deque[bytes] = deque()  # reports
+        #: Numbers of the next order and of the oldest report that is kept.
+        self._next = self._first = self._kept_bytes = 0
+        self._gone = threading.Event()
         self._closing = self._keeps_run_dir = False
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
         module = f"{__package__.rpartition('.')[0]}.{program}"
-        self._process = subprocess.Popen(
+        subprocess.run(  # it is only the parent of the one that stays
             [sys.executable, "-I", "-c", PROGRAM, package, folder, str(theirs.fileno()), module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, SUPERVISOR_TAG: self._tag},
+            env={**os.environ, SUPERVISOR_TAG: tag},
         )
         theirs.close()
-
-    def listen(self) -> None:
-        self._process.wait()  # it is only the parent of the one that stays
         threading.Thread(target=self._listen, name="reports", daemon=True).start()
 
     def order(self, number: int, order: Dict[str, Any]) -> None:
+        """Pass an order on: once, and in the order of the numbers, however often it comes."""
         with self._ordering:
             if order["do"] == "prepare":
                 self._keeps_run_dir = json.loads(order["role"])["task"]["keep_run_dir"]
@@ -189,15 +120,35 @@ class _Relay:
                 with suppress(OSError):  # the process is gone; its last report says so
                     self._channel.sendall(data + b"\n")
 
-    def forget(self, count: int) -> None:
-        while self.kept and self.first < count:
-            self.kept_bytes -= len(self.kept.popleft())
-            self.first += 1
+    def pull(self, seen: int, patience_s: float, gather_s: float = 0.0) -> Tuple[int, List[str]]:
+        """Return the number of the first new report and the reports; forget those before.
 
-    def hang_up(self) -> None:
-        self._closing = True
-        with suppress(OSError):  # it is gone already
-            self._channel.shutdown(socket.SHUT_WR)
+        Args:
+            seen: how many reports the caller has.
+            patience_s: how long to wait for one.
+            gather_s: how long to wait for more, once there is one.
+        """
+        with self._changed:
+            while self._kept and self._first < seen:
+                self._kept_bytes -= len(self._kept.popleft())
+                self._first += 1
+            self._changed.notify_all()
+            has_some = self._changed.wait_for(lambda: self._kept, patience_s)
+        if has_some:
+            time.sleep(gather_s)
+        with self._changed:
+            return self._first, [report.decode() for report in self._kept]
+
+    def close(self) -> bool:
+        """End the processes and wait until nothing of them is left; whether they have ended."""
+        with self._changed:
+            self._closing = True
+            with suppress(OSError):  # it is gone already
+                self._channel.shutdown(socket.SHUT_WR)
+            self._changed.notify_all()  # no thread need wait for room among the reports now
+        has_ended = self._gone.wait(_CLOSE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)  # one that was killed could not
+        return has_ended
 
     def _listen(self) -> None:
         last = b""
@@ -213,16 +164,15 @@ class _Relay:
             if not self._keeps_run_dir:
                 RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
         if not is_expected:
-            if self._is_alone:  # else other replicas use it
-                shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._keep(json.dumps({"at": "gone", "left": killed}).encode())
-        self.gone.set()
+        self._gone.set()
 
     def _keep(self, report: bytes) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self.kept_bytes <= _KEPT_MAX or self._closing)
-            self.kept.append(report)
-            self.kept_bytes += len(report)
+            self._changed.wait_for(lambda: self._kept_bytes <= _KEPT_MAX or self._closing)
+            self._kept.append(report)
+            self._kept_bytes += len(report)
             self._changed.notify_all()
 
 
@@ -308,9 +258,13 @@ def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], 
     channel = socket.socket(fileno=int(number))
     adopt_orphans()
     child = os.fork()
-    if child:
+    if child:  # it outlives that process and ends what it can leave behind only by being killed
         channel.close()
-        _watch(child)
+        name_process(WATCHDOG)
+        while os.wait()[0] != child:
+            pass  # an orphan of a process that is dead by now
+        Supervisor().stop(0.0)
+        os._exit(0)
     process = kind(channel, folder)
     try:
         process.serve()
@@ -323,12 +277,3 @@ def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], 
         with suppress(OSError):  # the actor is gone
             channel.sendall(OVER)
         os._exit(0)
-
-
-def _watch(child: int) -> NoReturn:
-    """Outlive that process and end what it can leave behind only by being killed."""
-    name_process(WATCHDOG)
-    while os.wait()[0] != child:
-        pass  # an orphan of a process that is dead by now
-    Supervisor().stop(0.0)
-    os._exit(0)

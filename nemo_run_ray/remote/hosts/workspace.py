@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
@@ -32,15 +31,11 @@ class Workspace:
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         role = from_json(order["role"])
-        if not isinstance(role, RoleSpec):
-            raise ValueError("the order to prepare holds no role")
-        self._order = order
-        self._tag = str(order["tag"])
+        assert isinstance(role, RoleSpec)
+        self._order, self.role, self.address = order, role, str(order["address"])
         self._run_dir = RunDir(order["run_dir"])
         self._env: Dict[str, str] = {}
         self._held: Dict[str, socket.socket] = {}  # ports, until the role's processes take them
-        self.role = role
-        self.address = str(order["address"])
         self.ports: Dict[str, int] = {}
 
     # ------------------------------------------------------------------ before the start
@@ -54,36 +49,33 @@ class Workspace:
         Raises:
             OSError, ValueError: this node cannot host the replica; the message says why.
         """
-        order, role = self._order, self.role
-        run_dir = self._run_dir
+        order, role, run_dir = self._order, self.role, self._run_dir
         code = os.path.join(folder, order["code"]) if role.task.has_code else None
         run_dir.create(os.path.join(os.path.dirname(FOLDER), JOBS), order["job"], code)
-        given = {**_of_node(role), **order["given"]}
+        # The worker's environment without the variables about the worker alone.
+        given = {name: value for name, value in os.environ.items() if name not in _OF_WORKER}
+        if given.get("OMP_NUM_THREADS", "1") == "1":  # Ray's, for a worker that reserves nothing
+            given["OMP_NUM_THREADS"] = str(max(1, int(role.resources.get("CPU", 0))))
+        given.update(order["given"])
         # Ray sets it so for a job: first the code, then the archives that are sent with it.
         paths = [run_dir.code, os.path.dirname(FOLDER), given.get("PYTHONPATH", "")]
-        given["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        given["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._env = command.environment(role.task, run_dir, given, order["secrets"])
-        self._reserve_ports()
-
-    def _reserve_ports(self) -> None:
-        """Reserve the role's ports: free ones are chosen, the others must be free."""
-        for name, port in self.role.ports.items():
-            holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        for name, port in role.ports.items():  # free ones are chosen, the others must be free
+            holder = self._held[name] = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 holder.bind(("", port))
-                # Taken back, so that no other replica can reserve the same one. No process listens
-                # on it: a client that connects too early is refused, and can try again.
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             except OSError as error:
-                taken = "is taken" if error.errno == errno.EADDRINUSE else "cannot be had"
                 raise OSError(
-                    f"the port {port} ({name!r}), which the role {self.role.name!r} asks for, "
-                    f"{taken} on node {socket.gethostname()}: {error.strerror}. Ask for another "
-                    "one, or for 0, which is a free one"
+                    f"the port {port} ({name!r}), which the role {role.name!r} asks for, cannot be "
+                    f"had on node {socket.gethostname()}: {error.strerror}. Ask for another one, "
+                    "or for 0, which is a free one"
                 ) from error
-            self._held[name] = holder
-        self.ports = {name: holder.getsockname()[1] for name, holder in self._held.items()}
+            # Taken back, so that no other replica can reserve the same one. No process listens on
+            # it: a client that connects too early is refused, and can try again.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            self.ports[name] = holder.getsockname()[1]
 
     def remove(self) -> None:
         """Remove the run directory, unless the task wants it to be kept."""
@@ -113,7 +105,7 @@ class Workspace:
         Returns:
             The exact words, all variables, and the folder.
         """
-        own = {**self._env, **self.variables(env), TAG: self._tag}
+        own = {**self._env, **self.variables(env), TAG: self._order["tag"]}
         task = self.role.task._replace(argv=tuple(argv))
         return command.argv_of(task, self._run_dir, own), own, self._cwd
 
@@ -125,7 +117,7 @@ class Workspace:
     def probe_command(self, probe: ProbeSpec) -> Tuple[ProbeSpec, Dict[str, str], str]:
         """The probe with this node's values in its command, and the command's place."""
         words = tuple(command.expand(word, self._env) for word in probe.command)
-        return probe._replace(command=words), {**self._env, TAG: self._tag}, self._cwd
+        return probe._replace(command=words), {**self._env, TAG: self._order["tag"]}, self._cwd
 
     # ------------------------------------------------------------------ the end
 
@@ -137,11 +129,3 @@ class Workspace:
     @property
     def _cwd(self) -> str:
         return self.role.task.cwd or self._run_dir.code
-
-
-def _of_node(role: RoleSpec) -> Dict[str, str]:
-    """The worker's environment without the variables about the worker alone."""
-    env = {name: value for name, value in os.environ.items() if name not in _OF_WORKER}
-    if env.get("OMP_NUM_THREADS", "1") == "1":  # Ray's, for a worker that reserves nothing
-        env["OMP_NUM_THREADS"] = str(max(1, int(role.resources.get("CPU", 0))))
-    return env

@@ -13,7 +13,7 @@ from nemo_run_ray.remote.array import driver as driver_module
 from nemo_run_ray.remote.array.driver import ArrayDriver, Host
 from nemo_run_ray.remote.array.elements import HostRecord, Leases
 from nemo_run_ray.remote.fit import Node
-from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
+from nemo_run_ray.remote.hosts.actors import ReplicaHandle
 from nemo_run_ray.remote.hosts.calls import Died, Pulled
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
@@ -65,9 +65,9 @@ class Starts:
         return {node: {"CPU": 2.0} for node in self.ray.alive if node not in self.ray.busy}
 
     def start(self, record: HostRecord, node: Node, slots: int) -> tuple[Host, dict[str, Any]]:
-        replica = ReplicaHandle(("element", record.number), ROLE, node, 0, record.tag, "run")
-        replica.actor = Actor(SimpleNamespace(), [replica])
-        return Host(record, replica, replica.actor, slots), {"do": "prepare"}
+        replica = ReplicaHandle(("element", record.number), ROLE, node, record.tag, "run")
+        replica.actor = SimpleNamespace()
+        return Host(record, replica, slots), {"do": "prepare"}
 
     def sweep(self, node_id: str, records: list[HostRecord]) -> str:
         self.sweeps[node_id] = [record.number for record in records]
@@ -86,7 +86,7 @@ class Calls:
     def order(self, replica: ReplicaHandle, order: dict[str, Any]) -> None:
         self.orders.append((replica.replica_id[1], order))
 
-    def pull(self, actor: Actor) -> None: ...
+    def pull(self, replica: ReplicaHandle) -> None: ...
 
 
 class Cluster:
@@ -119,10 +119,10 @@ class Cluster:
 
     def tells(self, teller: Host, *reports: dict[str, Any], **report: Any) -> None:
         """Let a host report something, or several things at once."""
-        key, seen = f"element/{teller.record.number}", teller.replica.seen
-        rows = {key: (seen, [json.dumps(one) for one in [*reports, *([report] if report else [])]])}
-        teller.actor.answers = True
-        self.driver.hear(Pulled(teller.actor, teller.record.node_id, rows))
+        replica = teller.replica
+        rows = [json.dumps(one) for one in [*reports, *([report] if report else [])]]
+        replica.answers = True
+        self.driver.hear(Pulled(replica, teller.record.node_id, replica.seen, rows))
 
     def ready(self, *hosts: Host) -> None:
         for host in hosts:

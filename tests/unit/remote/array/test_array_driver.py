@@ -121,11 +121,11 @@ def test_an_array_that_no_node_can_run_is_broken_with_the_reason(cluster, is_the
 
 def test_what_never_started_has_left_nothing_and_is_no_end_on_one_node(cluster):
     (first,), (second,) = cluster.on("n1"), cluster.on("n2")
-    died = Died(second.actor, "it could not be built: disk full", Reason.RUNTIME_ENV)
+    died = Died(second.replica, "it could not be built: disk full", Reason.RUNTIME_ENV)
     cluster.driver.hear(died)
     assert not cluster.driver.dead
     assert cluster.driver.broken is None
-    cluster.driver.hear(died._replace(actor=first.actor))
+    cluster.driver.hear(died._replace(replica=first.replica))
     assert cluster.driver.broken[0] is Reason.RUNTIME_ENV
 
 
@@ -248,7 +248,7 @@ def test_a_host_that_does_not_leave_is_swept(cluster, end):
     if end == "gone":
         cluster.tells(host, at="gone")
     cluster.look(later_s=31)
-    assert host.actor.handle in cluster.ray.killed
+    assert host.replica.actor in cluster.ray.killed
     assert (host.record.number in cluster.driver.dead) is (end == "stuck")
 
 

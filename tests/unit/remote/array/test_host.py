@@ -92,21 +92,15 @@ def make(relays, tag, temporary) -> Iterator[Callable[[], Host]]:
         number = len(made)
         folder = temporary / f"{tag}.{number}"
         folder.mkdir()
-        place = (
-            f"element/{number}",
-            f"{tag}/{number}",
-            f"{tag}~host-{number}",
-            "array.host",
-        )
-        made.append(Host(relays.Relays(str(folder), [place]), folder, place))
+        place = (f"{tag}/{number}", f"{tag}~host-{number}", "array.host")
+        made.append(Host(relays.Relay(str(folder), *place), folder, place))
         return made[-1]
 
     yield host
     for one in made:
         one.drain()
-        one.relays.close()
-        for relay in one.relays._relays.values():
-            relay._channel.close()
+        one.relay.close()
+        one.relay._channel.close()
 
 
 @pytest.fixture

@@ -128,40 +128,23 @@ def _only(found: Any) -> int:
 
 
 @pytest.fixture
-def replicas(relays, tag, temporary) -> Iterator[Callable[..., list[Site]]]:
+def make(relays, tag, temporary) -> Iterator[Callable[..., Site]]:
     """Makes actors, one after the other on the same node; gives their replicas."""
-    made: list[list[Site]] = []
+    made: list[Site] = []
 
-    def begin(count: int, name: str = "") -> list[Site]:
+    def begin(name: str = "") -> Site:
         number = len(made)
         folder = temporary / f"{tag}.{number}{name}"
         folder.mkdir()
-        places = [
-            (
-                f"train/{index}",
-                f"{tag}/{number}.{index}",
-                f"{tag}.{number}~train-{index}",
-                "group.replica",
-            )
-            for index in range(count)
-        ]
-        one = relays.Relays(str(folder), places)
-        made.append([Site(one, folder, place) for place in places])
+        place = (f"{tag}/{number}", f"{tag}.{number}~train-0", "group.replica")
+        made.append(Site(relays.Relay(str(folder), *place), folder, place))
         return made[-1]
 
     yield begin
-    for sites in made:
-        for one in sites:
-            one.drain()
-        sites[0].relays.close()
-        for relay in sites[0].relays._relays.values():
-            relay._channel.close()
-
-
-@pytest.fixture
-def make(replicas) -> Callable[..., Site]:
-    """Makes actors of one replica each."""
-    return lambda name="": replicas(1, name)[0]
+    for one in made:
+        one.drain()
+        one.relay.close()
+        one.relay._channel.close()
 
 
 @pytest.fixture
@@ -352,11 +335,11 @@ def test_orders_are_carried_out_once_and_in_their_order(site):
     prepare = _preparation(site._role, site.tag, site.run_dir)
     start, again = {"do": "start", "env": {"N": "1"}}, {"do": "start", "env": {"N": "2"}}
     for number, order in [(1, start), (1, start), (0, prepare), (0, prepare), (1, start)]:
-        site.relays.order(site.key, number, order)
+        site.relay.order(number, order)
     assert site.until("exited")["code"] == 0
-    site.relays.order(site.key, 1, start)
-    site.relays.order(site.key, 0, prepare)
-    site.relays.order(site.key, 2, again)
+    site.relay.order(1, start)
+    site.relay.order(0, prepare)
+    site.relay.order(2, again)
     assert site.until("exited")["code"] == 0
     assert site.kinds() == ["prepared", "ready", "exited", "ready", "exited"]
     assert site.text == "x\nx\nx\n"
@@ -438,12 +421,12 @@ def test_close_removes_processes_and_folders(site):
     site.says("up")
     ours = site.process()
     assert site.root.exists()
-    assert site.relays.close()
+    assert site.relay.close()
     assert site.processes() == set()
     wait(lambda: is_zombie(ours))
     assert not site.folder.exists()
     assert not site.root.exists()
-    assert site.relays.close()  # twice is once
+    assert site.relay.close()  # twice is once
 
 
 # ---------------------------------------------------------------------- sudden deaths
@@ -468,23 +451,23 @@ def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
     site.end()  # nobody is there, and that is known
     site.pull()
     assert site.reports[-1] == gone
-    assert site.relays.close()
+    assert site.relay.close()
 
 
 _ACTOR = """
 import json, sys
 sys.path.append(sys.argv[1])
-from nemo_run_ray_remote.hosts.relay import Relays
+from nemo_run_ray_remote.hosts.relay import Relay
 folder, tag, run_dir, orders = json.loads(sys.argv[2])
-relays = Relays(folder, [("train/0", tag, run_dir, "group.replica")])
+relay = Relay(folder, tag, run_dir, "group.replica")
 for number, order in enumerate(orders):
-    relays.order("train/0", number, order)
+    relay.order(number, order)
 seen = 0
 while True:
-    for first, reports in relays.pull({"train/0": seen}, 1.0).values():
-        seen = first + len(reports)
-        for report in reports:
-            print(report.strip(), flush=True)
+    first, reports = relay.pull(seen, 1.0)
+    seen = first + len(reports)
+    for report in reports:
+        print(report.strip(), flush=True)
 """
 
 

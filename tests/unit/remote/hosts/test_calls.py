@@ -10,17 +10,13 @@ import pytest
 
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.hosts import calls as calls_module
-from nemo_run_ray.remote.hosts.actors import Actor, ReplicaHandle
+from nemo_run_ray.remote.hosts.actors import ReplicaHandle
 from nemo_run_ray.remote.hosts.calls import Calls, Died, Pulled
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec
 from nemo_run_ray.remote.status import Reason
 
 
 class RayError(Exception):
-    pass
-
-
-class ActorUnavailableError(RayError):
     pass
 
 
@@ -37,18 +33,15 @@ class Ray:
 
     exceptions = SimpleNamespace(
         RayError=RayError,
-        ActorUnavailableError=ActorUnavailableError,
         RuntimeEnvSetupError=RuntimeEnvSetupError,
     )
 
     def __init__(self) -> None:
         self.made = 0
         self.answers: dict[int, Any] = {}
-        replica = ReplicaHandle(
-            ("a", 0), RoleSpec("a", JobSpec(("true",))), Node("n", "n", "n"), 0, "", ""
-        )
-        handle = SimpleNamespace(pull=SimpleNamespace(remote=self._call))
-        self.actor = replica.actor = Actor(handle, [replica])
+        role = RoleSpec("a", JobSpec(("true",)))
+        self.replica = ReplicaHandle(("a", 0), role, Node("n", "n", "n"), "", "")
+        self.replica.actor = SimpleNamespace(pull=SimpleNamespace(remote=self._call))
 
     def _call(self, *_: object) -> int:
         self.made += 1
@@ -74,10 +67,10 @@ def ray() -> Ray:
 def calls(ray) -> Calls:
     """The calls of an actor that has answered once and is asked again."""
     found = Calls(ray)
-    found.pull(ray.actor)
-    ray.answers[1] = ("n", {})
-    assert list(found.answers()) == [Pulled(ray.actor, "n", {})]
-    found.pull(ray.actor)
+    found.pull(ray.replica)
+    ray.answers[1] = ("n", 0, [])
+    assert list(found.answers()) == [Pulled(ray.replica, "n", 0, [])]
+    found.pull(ray.replica)
     return found
 
 
@@ -88,21 +81,20 @@ def later(monkeypatch, seconds: float) -> None:
 
 def test_an_actor_that_does_not_answer_is_asked_again_and_answers_once(ray, calls, monkeypatch):
     later(monkeypatch, 10)
-    calls.repeat()
+    assert not list(calls.answers())
     assert ray.made == 2, "it may still be gathering reports"
     later(monkeypatch, 16)
-    calls.repeat()
-    calls.repeat()
+    assert not [*calls.answers(), *calls.answers()]
     assert ray.made == 3
-    ray.answers.update({2: ("n", {}), 3: ("n", {})})
+    ray.answers.update({2: ("n", 0, []), 3: ("n", 0, [])})
     assert len(list(calls.answers())) == 1
 
 
 def test_an_actor_that_is_still_to_come_up_is_asked_once(ray, monkeypatch):
     calls = Calls(ray)
-    calls.pull(ray.actor)
+    calls.pull(ray.replica)
     later(monkeypatch, 600)
-    calls.repeat()
+    assert not list(calls.answers())
     assert ray.made == 1
 
 
@@ -110,5 +102,7 @@ def test_a_start_that_has_failed_is_told_with_its_error(ray, calls):
     ray.answers[2] = StartFailed("The actor died in its creation task\n\nOSError: disk full\n")
     (died,) = calls.answers()
     assert died == Died(
-        ray.actor, "Ray's worker there failed at its start: OSError: disk full", Reason.NOT_STARTED
+        ray.replica,
+        "Ray's worker there failed at its start: OSError: disk full",
+        Reason.NOT_STARTED,
     )
