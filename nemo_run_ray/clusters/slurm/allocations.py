@@ -353,7 +353,7 @@ class Allocations:
 
 
 def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool]:
-    """Why runs are over, as the end of a sentence, and whether their dispatches may continue."""
+    """Explain why runs are over, and say whether their dispatches may continue."""
     last, problem = history.runs[0], ""
     if newest is not None and newest.number in history.numbers:
         job = f"Slurm job {newest.job}" if newest.job else "the next one"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import json
 import os
 import re
@@ -184,12 +183,7 @@ class SlurmCluster(Cluster):
                 f"The cluster {self.name!r} on Slurm has ended, and what it asked Slurm for is not "
                 "in the experiment's folder. Run the program again."
             )
-        executor = copy.copy(self.executor)
-        executor.nodes = executor.nodes if self.nodes is None else self.nodes
-        executor.time = executor.time if self.walltime is None else self.walltime
-        return job_script(
-            executor, self.name, folder, self.sidecars, self.idle_timeout_s, self.renew
-        )
+        return job_script(self, folder)
 
     @property
     def _login(self) -> Login:

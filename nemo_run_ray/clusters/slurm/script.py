@@ -4,6 +4,8 @@ NeMo-Run fills the templates, by their folder and with its own variables. A temp
 file of another folder, so one folder is made with all of them.
 """
 
+from __future__ import annotations
+
 import base64
 import copy
 import io
@@ -14,12 +16,12 @@ import shlex
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_run.config import ConfigurableMixin
 
@@ -28,6 +30,9 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import Probe, strict_init
 from nemo_run_ray.remote.files import LIFE
 from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS
+
+if TYPE_CHECKING:
+    from nemo_run_ray.clusters.slurm.cluster import SlurmCluster
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
 
@@ -131,49 +136,41 @@ def template_folder() -> Iterator[str]:
         yield folder
 
 
-def job_script(
-    executor: Any,
-    name: str,
-    life: str,
-    sidecars: Sequence[Sidecar],
-    idle_timeout_s: int | None,
-    renew: bool,
-) -> str:
+def job_script(cluster: SlurmCluster, life: str) -> str:
     """The text for ``sbatch``.
 
     Args:
-        executor: NeMo-Run's for Slurm; it stays as it is.
-        name: of the cluster.
+        cluster: what it is to be; its executor stays as it is.
         life: folder of the allocation, in which all its files are.
-        sidecars: that run beside Ray.
-        idle_timeout_s: after which an allocation without a job ends.
-        renew: whether another one continues the dispatches of this one.
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
+    idle, rows = cluster.idle_timeout_s, [sidecar.row() for sidecar in cluster.sidecars]
     variables = {
         LIFE: life,
-        IDLE_TIMEOUT: "" if idle_timeout_s is None else str(idle_timeout_s),
-        RENEW: "1" if renew else "",
-        SIDECARS: json.dumps([sidecar.row() for sidecar in sidecars]) if sidecars else "",
+        IDLE_TIMEOUT: "" if idle is None else str(idle),
+        RENEW: "1" if cluster.renew else "",
+        SIDECARS: json.dumps(rows),
     }
     # NeMo-Run's request fills in what is missing, and writes variables as they are.
-    filled = copy.copy(executor)
-    filled.job_details = copy.deepcopy(executor.job_details)
-    filled.job_details.folder = os.path.join(life, "logs")
+    executor = copy.copy(cluster.executor)
+    executor.nodes = executor.nodes if cluster.nodes is None else cluster.nodes
+    executor.time = executor.time if cluster.walltime is None else cluster.walltime
+    executor.job_details = copy.deepcopy(executor.job_details)
+    executor.job_details.folder = os.path.join(life, "logs")
     quoted = {key: shlex.quote(value) for key, value in variables.items()}
-    filled.env_vars = {**executor.env_vars, **quoted}
-    if renew:
+    executor.env_vars = {**executor.env_vars, **quoted}
+    if cluster.renew:
         # In a container too, the nodes read the files of the allocations before.
         folder = os.path.dirname(os.path.dirname(life))
-        filled.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
+        executor.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
     with template_folder() as templates:
         request = SlurmRayRequest(
-            name=name,
+            name=cluster.name,
             cluster_dir=life,
             template_name=TEMPLATES[0],
             template_dir=templates,
-            executor=filled,
+            executor=executor,
             launch_cmd=["sbatch", "--parsable"],
         )
         return str(request.materialize())
