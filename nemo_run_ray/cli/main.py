@@ -170,7 +170,7 @@ def _copy_logs(report: StatusReport) -> None:
 
     missing = [job for job, status in report.seen if status.state.is_terminal and job.misses_log]
     if missing:
-        out.print(f"Copying the logs of {len(missing)} jobs; Ctrl-C leaves them on the cluster.")
+        out.print(f"Copying {len(missing)} log(s); Ctrl-C leaves them on the cluster.")
     for problem in record(report.seen, report.snapshot):
         out.print(problem)
 
@@ -181,7 +181,9 @@ def wait(
         float | None, typer.Option(help="Seconds to wait; exit code 124 after them.", min=0)
     ] = None,
 ) -> None:
-    """Wait until jobs have ended. The exit code says how: see `status --once`."""
+    """Wait until jobs have ended. Exit code: 0 if all have succeeded, else that of the first of
+    FAILED (3), LOST (4) and CANCELLED (6) that occurred.
+    """
     from nemo_run_ray.cli.status_report import observe
 
     deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -191,8 +193,9 @@ def wait(
         for job, status in report.seen:
             if status.state.is_terminal and job.id not in ended:
                 ended.add(job.id)
-                message = f": {status.message}" if status.reason.is_trouble else ""
-                out.print(f"{job.name} is {status.state.value}{message}")
+                message = f", {status.message}" if status.reason.is_trouble else ""
+                whose = f"{job.record.exp_dir.name}." if len(names) > 1 else ""
+                out.print(f"{whose}{job.name}: {status.state.value}{message}")
             elif job.never_starts(status):
                 raise JobError(f"The job {job.name!r} will not start. {status.message}")
     _copy_logs(report)
@@ -382,8 +385,8 @@ def resume(experiment: Experiment) -> None:
     except FileNotFoundError as error:
         raise JobError(
             f"There is no experiment {experiment!r} in NeMo-Run's home."
-            f"{did_you_mean(experiment, titles())} `nemo experiment list <title>` lists those of a "
-            "title; NEMORUN_HOME names another home."
+            f"{did_you_mean(experiment, titles())} `nemo-run-ray list --all` lists those that "
+            "reached a cluster; NEMORUN_HOME names another home."
         ) from error
     for line in resume_experiment(loaded):
         out.print(line)

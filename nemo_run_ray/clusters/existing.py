@@ -18,6 +18,8 @@ from nemo_run_ray.fields import CONTROL, is_credential_name, strict_init
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
+#: Ends of the addresses of the GCS and of Ray's client server.
+_PORTS_OF_RAY = (":6379", ":10001")
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
 #: Name and value of a header that can be sent.
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
@@ -173,12 +175,14 @@ def _dashboard_url(url: str) -> str:
         for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
             address = os.environ.get(name, "").strip()
             if address not in ("", "auto", "local"):
-                return _dashboard_url(address)
+                is_of_gcs = name == "RAY_ADDRESS" and _HOST_AND_PORT.fullmatch(address)
+                return _dashboard_url(f"ray://{address}" if is_of_gcs else address)
         return f"http://127.0.0.1:{DASHBOARD_PORT}"
     try:
         parts = urlsplit(url.strip())
         if _HOST_AND_PORT.fullmatch(url.strip()):
-            parts = urlsplit(f"ray://{url.strip()}")
+            of_ray = url.strip().endswith(_PORTS_OF_RAY)
+            parts = urlsplit(f"{'ray' if of_ray else 'http'}://{url.strip()}")
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"The cluster's address is {url!r} ({error}); {allowed}.") from error
@@ -193,14 +197,14 @@ def _dashboard_url(url: str) -> str:
         found = f"http://{host}:{DASHBOARD_PORT}"
         _warn_once(
             url,
-            f"{url} is no address of a dashboard; jobs go through it, and it is taken to be at "
-            f"{found}. Give the dashboard's address to silence this.",
+            f"{url} is an address of another part of Ray. Jobs are sent to the dashboard, which is "
+            f"expected at {found}. Give the dashboard's address to silence this.",
         )
         return found
     # urlsplit has left some of these out.
     blank = re.search(r"\s", parts.netloc + parts.path) or CONTROL.search(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or blank:
-        hint = f" Did you mean http://{url}?" if "://" not in url else ""
+        hint = f" Did you mean http://{url}:{DASHBOARD_PORT}?" if "://" not in url else ""
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.{hint}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
 

@@ -100,6 +100,7 @@ from nemo_run_ray.remote.status import (
     Reason,
     ReplicaState,
     attempt_id,
+    attempt_of_row,
     first_id,
     is_active,
     is_pending,
@@ -246,8 +247,10 @@ class RemoteJob:
 
     def hosts_in(self, snapshot: Snapshot) -> Mapping[str, str]:
         """The names of its cluster's nodes by their ids; empty when the cluster does not say."""
-        api = self._api()
-        return {} if api is None else snapshot.once(api, "hosts", api.state.hosts)
+        with contextlib.suppress(NemoRunRayError):  # its status says why the cluster is away
+            api = self._api()
+            return {} if api is None else snapshot.once(api, "hosts", api.state.hosts)
+        return {}
 
     def api(self) -> JobsApi:
         """The dashboard of its cluster."""
@@ -1065,14 +1068,15 @@ def find(name: str) -> list[RemoteJob]:
     if folder is None:
         raise JobError(
             f"There is no experiment {name!r} in NeMo-Run's home {get_nemorun_home()}, and no job "
-            f"or handle of that name.{did_you_mean(name, titles())} `nemo experiment list <title>` "
-            "lists the experiments of a title; NEMORUN_HOME names another home."
+            f"or handle of that name.{did_you_mean(name, titles())} `nemo-run-ray list --all` "
+            "lists those that reached a cluster; NEMORUN_HOME names another home."
         )
     jobs = jobs_of(folder)
     if not jobs:
         raise JobError(
-            f"The experiment {name!r} has handed nothing over to Ray yet. If its program does not "
-            f"run any more, this hands it over: nemo-run-ray resume {shlex.quote(name)}"
+            f"The experiment {name!r} has submitted nothing to Ray. If its program was refused, "
+            "correct what it said and run it again; if it was killed, this submits its jobs: "
+            f"nemo-run-ray resume {shlex.quote(name)}"
         )
     return jobs
 
@@ -1135,8 +1139,13 @@ def _cancel(job: RemoteJob) -> str:
 
 
 def active(rows: JobRows) -> list[str]:
-    """Submission ids of the jobs that run or may start."""
-    return [name for name, row in rows.items() if is_active(row)]
+    """Submission ids of the jobs that run or may start, which one that was given up may not."""
+    given_up = set()
+    for name, row in rows.items():
+        first, _, number = name.rpartition("@")
+        if attempt_of_row(row).claim and number.isdecimal():
+            given_up.add(attempt_id(first, int(number) - 1))
+    return [name for name, row in rows.items() if is_active(row) and name not in given_up]
 
 
 def end_all(api: JobsApi) -> list[str]:

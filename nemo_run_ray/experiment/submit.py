@@ -312,8 +312,8 @@ def handles_of(
             meant = did_you_mean(name, titles() - {exp_dir.parent.name})
             raise ConfigError(
                 f"RayExecutor.dependencies names {name!r}, and NeMo-Run's home has no experiment "
-                f"of that title or id.{meant} Nothing was sent. `nemo experiment list <title>` "
-                "lists the experiments of a title."
+                f"of that title or id.{meant} Nothing was sent. `nemo-run-ray list --all` lists "
+                "those that reached a cluster."
             )
         if folder == exp_dir:
             raise ConfigError(

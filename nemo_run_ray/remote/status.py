@@ -70,7 +70,11 @@ class Reason(str, Enum):
         "not started in time",
         "Ask for less, or raise RAY_JOB_START_TIMEOUT_SECONDS on the cluster.",
     )
-    NOT_PLACED = "not placed in time", "Ask for less, or raise RayExecutor.pending_timeout_s."
+    NOT_PLACED = (
+        "not placed in time",
+        "Ask for what a node has (`nemo-run-ray doctor` shows it), or raise "
+        "RayExecutor.pending_timeout_s.",
+    )
     UNSCHEDULABLE = (
         "no node can ever take it",
         "Ask for resources and labels that nodes of this cluster have, or add such nodes: a task "

@@ -104,7 +104,7 @@ FORMS = {
 PROGRAM = run.Script(inline='echo "$GREETING from $(hostname)"')
 
 
-@pytest.mark.filterwarnings("ignore:ray.*is no address of a dashboard")
+@pytest.mark.filterwarnings("ignore:ray.*is an address of another part of Ray")
 @pytest.mark.parametrize(
     "form",
     [

@@ -29,8 +29,8 @@ def test_list_wait_and_logs_of_an_experiment(mixed, tmp_path):
     assert (late.returncode, "good" in late.stderr) == (124, True), late.stderr
     done = tool("nemo-run-ray", "wait", mixed)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "bad is FAILED: exit code 3" in done.stdout
-    assert "good is SUCCEEDED" in done.stdout
+    assert "bad: FAILED, exit code 3" in done.stdout
+    assert "good: SUCCEEDED" in done.stdout
 
     assert mixed not in tool("nemo-run-ray", "list").stdout
     assert mixed in tool("nemo-run-ray", "list", "--all").stdout

@@ -184,10 +184,16 @@ def test_another_address_of_ray_is_translated_with_a_warning(given, url):
     assert cluster.url == url
 
 
+def test_another_port_is_the_dashboards():
+    assert ExistingCluster(url="head:30501").url == "http://head:30501"
+
+
+@pytest.mark.filterwarnings("ignore:ray.*is an address of another part of Ray")
 @pytest.mark.parametrize(
     ("variables", "url"),
     [
         ({}, "http://127.0.0.1:8265"),
+        ({"RAY_ADDRESS": "a:26379"}, "http://a:8265"),
         ({"RAY_ADDRESS": "http://a:1", "RAY_API_SERVER_ADDRESS": "http://b:2"}, "http://b:2"),
     ],
 )

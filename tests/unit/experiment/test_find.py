@@ -35,10 +35,10 @@ def test_a_name_of_nothing(name):
     assert "NEMORUN_HOME" in str(caught.value)
 
 
-def test_an_experiment_that_has_handed_nothing_over(ray, unique):
+def test_an_experiment_that_has_submitted_nothing(ray, unique):
     handed = Handed(ray, unique, "one")
     os.remove(handed.exp_dir / "ray_jobs.jsonl")
-    with pytest.raises(JobError, match="has handed nothing over to Ray yet") as caught:
+    with pytest.raises(JobError, match="has submitted nothing to Ray") as caught:
         nemo_run_ray.find(handed.id)
     assert f"nemo-run-ray resume {handed.id}" in str(caught.value)
 
