@@ -11,7 +11,7 @@
     │   ├── TooOld           this Ray lacks a feature that was asked for
     │   ├── VersionMismatch  its Ray or Python is not that of this program
     │   └── DoesNotFit       a preflight found what would keep the jobs from running
-    ├── SubmissionError      a job could not be handed over
+    ├── SubmissionError      a job could not be submitted
     │   ├── ArchiveTooLarge  what would be sent exceeds Ray's limit
     │   ├── PackagingFailed  the packager did not deliver an archive (also a RuntimeError)
     │   ├── Conflict         the submission id belongs to another run's job

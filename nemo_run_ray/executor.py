@@ -99,12 +99,12 @@ class RayExecutor(Executor):
     #: A group waits for nodes to join when no node can host it (an autoscaler). Single tasks and
     #: arrays always wait.
     wait_for_nodes: bool = False
-    #: The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
+    # The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
     resource_group: list[Any] = field(default_factory=list)
     #: At most so many of the experiment's jobs at once; ``None`` is what the head's memory allows.
     max_in_flight: Optional[int] = None
     #: Seconds after which a job that was not placed is given up. With ``None``, what a dispatcher
-    #: hands over waits for ever, and other jobs for as long as Ray lets them (900 s).
+    #: submits waits for ever, and other jobs for as long as Ray lets them (900 s).
     pending_timeout_s: Optional[float] = None
     #: Seconds that the task needs: it is not started when its cluster on Slurm ends before.
     time_s: Optional[float] = None
@@ -126,7 +126,7 @@ class RayExecutor(Executor):
     #: Bytes of a log that the experiment's folder keeps when a job has ended, the last ones of a
     #: longer log; 0 keeps none, ``None`` keeps all.
     keep_logs_max_bytes: Optional[int] = 64 * 1024**2
-    #: Fields that the code gives, which win over a cluster file; the executor sets it itself.
+    # Fields that the code gives, which win over a cluster file; the executor sets it itself.
     given_fields: list[str] = field(default_factory=list, compare=False)
 
     def __init_subclass__(cls, **options: Any) -> None:

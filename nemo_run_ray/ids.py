@@ -28,7 +28,7 @@ def job_id(experiment_id: str, job: str) -> str:
 
 
 def dispatcher_id(experiment_or_job: str) -> str:
-    """Id of the dispatcher of an experiment, or of a job that is handed over by itself."""
+    """Id of the dispatcher of an experiment, or of a job that is submitted by itself."""
     return job_id(experiment_or_job, DISPATCHER)
 
 

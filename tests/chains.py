@@ -120,7 +120,7 @@ class Yard:
 
 @dataclass
 class Started:
-    """An experiment that was handed over."""
+    """An experiment that was submitted."""
 
     id: str
     exp_dir: Path

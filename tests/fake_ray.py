@@ -172,7 +172,7 @@ class FakeRay:
                     row["end_time"] = int(self.now * 1000)
 
     def dispatch(self, plan: DispatchSpec, rounds: int = 1) -> int | None:
-        """Let the dispatcher of a plan that was handed over work; its exit code if it is over.
+        """Let the dispatcher of a plan that was submitted work; its exit code if it is over.
 
         Its job runs as long as this is called, and in the test's process.
         """

@@ -114,7 +114,11 @@ FAULTS = {
         pair, "FAILED", "killed by a signal", "process on this node was killed", kill_driver
     ),
     "the first process is killed": Fault(
-        pair, "FAILED", "killed by a signal", "our first process was killed", kill_supervisor
+        pair,
+        "FAILED",
+        "killed by a signal",
+        "this program's first process was killed",
+        kill_supervisor,
     ),
     "an actor is killed": Fault(
         pair, "FAILED", "its node or its supervisor died", "Ray's worker there died", kill_actor

@@ -1,4 +1,4 @@
-"""Groups for tests: real programs in shell, handed over through NeMo-Run as users do."""
+"""Groups for tests: real programs in shell, submitted through NeMo-Run as users do."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def imported(folder: Path) -> Iterator[SimpleNamespace]:
 def hand_over_served_task(
     folder: Path, cluster: str, title: str, container: str, ports: tuple[int, int], **fields: object
 ) -> run.Experiment:
-    """A client with a server and a sandbox of its own, handed over as NeMo-Skills does.
+    """A client with a server and a sandbox of its own, submitted as NeMo-Skills does.
 
     Args:
         folder: where the package is.

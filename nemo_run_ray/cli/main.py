@@ -374,7 +374,7 @@ def _job(name: str, job: str) -> RemoteJob:
 
 
 def resume(experiment: Experiment) -> None:
-    """Hand over what never reached the cluster, and start a dispatcher that has ended too early."""
+    """Submit what never reached the cluster, and start a dispatcher that has ended too early."""
     from nemo_run_ray.experiment.store import did_you_mean, find_experiment, titles
     from nemo_run_ray.nemo import registry
     from nemo_run_ray.nemo.scheduler import resume_experiment

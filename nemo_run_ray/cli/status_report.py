@@ -271,7 +271,7 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
     Args:
         title: of the experiment.
         rows: its jobs as ``status --json`` has them, in the order in which they are shown.
-        began_at: when the experiment was handed over, in seconds since 1970.
+        began_at: when the experiment was submitted, in seconds since 1970.
         now: the moment that the page shows.
     """
     is_live = any(map(_is_live, rows))

@@ -174,12 +174,14 @@ class LocalCluster(Cluster):
             state = self._read()
             if state is None:
                 self._remove_dead()
-                CONSOLE.log("Starting an embedded Ray on this machine (about 10 s) …")
+                kept = "" if self.keep else " `nemo-run-ray up` keeps it between runs."
+                CONSOLE.log(f"Starting an embedded Ray on this machine (about 10 s) …{kept}")
                 return self._dashboard(self._start())
             if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
+                cpus, gpus = ("all" if size is None else size for size in state.size)
                 CONSOLE.log(
-                    f"The embedded Ray is up with num_cpus, num_gpus = {state.size}, not with "
-                    f"{[self.num_cpus, self.num_gpus]}. To change that: nemo-run-ray down"
+                    f"The embedded Ray is up already, with {cpus} CPUs and {gpus} GPUs of this "
+                    "machine, and stays as it is. To change that: nemo-run-ray down"
                 )
             self._join(state)
         return self._dashboard(state)

@@ -1,1 +1,1 @@
-"""The client's half of a job: handing it over, and finding it again."""
+"""The client's half of a job: submitting it, and finding it again."""

@@ -1,6 +1,6 @@
-"""Jobs that are handed over together: their plan, their status in a job table, how they are ended.
+"""Jobs that are submitted together: their plan, their status in a job table, how they are ended.
 
-A job that the client hands over itself is a plan of one job without a dispatcher. The plan of a
+A job that the client submits itself is a plan of one job without a dispatcher. The plan of a
 dispatcher's jobs is in the experiment's folder, with all that a dispatcher needs to be started
 again, by any client::
 
@@ -180,7 +180,7 @@ class Dispatch:
             nonce = record.nonces[-1]
             jobs = (DispatchedJobSpec(record.job, name, nonce, {}),)
             self.spec = DispatchSpec(name, nonce, jobs, record.session)
-            self._nonces = frozenset(record.nonces)  # several processes may have handed it over
+            self._nonces = frozenset(record.nonces)  # several processes may have submitted it
 
     @classmethod
     def of(cls, exp_dir: Path, dispatcher_id: str) -> Dispatch:
@@ -342,7 +342,7 @@ def _post(api: JobsApi, body: dict[str, Any], nonces: Callable[[], Collection[st
                 raise SubmissionError(
                     f"It is not known whether the job {submission_id} has started: {error} It is "
                     "noted; `nemo-run-ray status` finds it when the cluster answers, and "
-                    "`nemo-run-ray resume` hands it over if it never arrived."
+                    "`nemo-run-ray resume` submits it if it never arrived."
                 ) from error
             if row is not None and nonce_of(row) in nonces():
                 return
@@ -357,7 +357,7 @@ def _post(api: JobsApi, body: dict[str, Any], nonces: Callable[[], Collection[st
                 raise SubmissionError(
                     f"{api.dashboard.url} has not taken the job {submission_id} in "
                     f"{OUTCOME_S:.0f} s: {why}. It has not started; as long as this Ray lives, "
-                    "`nemo-run-ray resume` hands it over later."
+                    "`nemo-run-ray resume` submits it later."
                 )
             pause(max(0.5, after_s))
 

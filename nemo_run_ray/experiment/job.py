@@ -1,4 +1,4 @@
-"""A job that was handed over: its status, its log, its elements, and what can be done with it.
+"""A job that was submitted: its status, its log, its elements, and what can be done with it.
 
 A look asks its cluster and changes nothing, neither there nor in the experiment's folder. A client
 that waits for jobs, cancels them or stops their cluster calls ``record``, which writes into the
@@ -176,7 +176,7 @@ class RemoteJob:
         id: its submission id; of a job that is tried again, that of its first attempt.
         cluster: where it runs.
         kept: what the experiment's folder keeps of it.
-        is_direct: the client has handed it over, without a dispatcher; it has one attempt.
+        is_direct: the client has submitted it, without a dispatcher; it has one attempt.
     """
 
     def __init__(self, record: JobRecord) -> None:
@@ -206,7 +206,7 @@ class RemoteJob:
 
     @property
     def dispatch(self) -> Dispatch:
-        """The jobs that are handed over together with it."""
+        """The jobs that are submitted together with it."""
         return Dispatch.of_job(self.record)
 
     # ------------------------------------------------------------------ status
@@ -323,7 +323,9 @@ class RemoteJob:
                     )
             if why is not None:
                 since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
-                of_row = replace(of_row, reason=why[0], detail=f"{why[1]} It waits since {since}.")
+                of_row = replace(
+                    of_row, reason=why[0], detail=f"{why[1]} It has been waiting since {since}."
+                )
         return replace(status, reason=of_row.reason, detail=of_row.detail)
 
     def _lost(self, why: str) -> JobStatus:

@@ -91,7 +91,7 @@ def follow(
             if over and failures >= _ROUNDS_AFTER_END:
                 raise
             if failures == _BARREN_ROUNDS and not over:
-                log.warning("The log goes on when the cluster answers again: %s", error)
+                log.warning("The log continues when the cluster answers again: %s", error)
         barren = 0 if place > before or barren >= _BARREN_ROUNDS else barren + 1
         sleep(_LAST_WORDS_S if has_waited else _PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
 

@@ -103,14 +103,14 @@ class JobRecord:
         nonces: one of every submission, by whatever process; they tell this job from another one
             that took the same id.
         exp_dir: folder of its experiment.
-        dispatcher: id of the dispatcher that hands it over; empty when the client did.
+        dispatcher: id of the dispatcher that submits it; empty when the client did.
         is_dispatcher: it is an attempt of that dispatcher itself.
         has_roles: it is a group.
         is_array: it is an array.
         place: which job of its experiment it is, from 0, in the order in which they were added.
         grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
         reservation: the parts of its request to Ray that say what it asks for; empty when it asks
-            for nothing, is a group, or was handed over by a version that did not write them down.
+            for nothing, is a group, or was submitted by a version that did not write them down.
         keep_logs_max_bytes: bytes of its log that the folder keeps; ``None`` is all of it.
         log_copy: beginning of the path of a second file for its log; empty for none.
         intended_at: when it was last about to be submitted, in seconds since the epoch.
@@ -199,7 +199,7 @@ class Ledger:
         return self.jobs().get(submission_id)
 
     def began_at(self) -> float | None:
-        """When the first job was handed over, in seconds since the epoch."""
+        """When the first job was submitted, in seconds since the epoch."""
         return min((record.intended_at for record in self.jobs().values()), default=None)
 
     def _forget(self, inode: int | None) -> None:

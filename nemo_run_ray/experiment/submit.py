@@ -61,7 +61,7 @@ from nemo_run_ray.remote.spec import (
 )
 from nemo_run_ray.remote.status import DISPATCHER_KEY
 
-#: The client hands over at most this many jobs; more wait on the cluster, where a dispatcher limits
+#: The client submits at most this many jobs; more wait on the cluster, where a dispatcher limits
 #: them to what the head's memory suffices for (110 MB each).
 DIRECT_MAX = 16
 
@@ -77,7 +77,7 @@ class Batch:
         executors: by the job's name, with the job's place in the experiment, from 0.
         dispatcher_id: id of the dispatcher, if there is one.
         is_ordered: the jobs' order is kept on the cluster, by that dispatcher. Otherwise NeMo-Run
-            keeps it, and each job is handed over by itself.
+            keeps it, and each job is submitted by itself.
         names: of the jobs, by their submission ids.
         before_post: called before anything is sent, and raises to forbid it.
     """
@@ -101,11 +101,11 @@ class Batch:
         self.plans[name], self.executors[name] = planned, (executor, place)
 
     def check(self, planned: JobPlan, is_dry: bool) -> None:
-        """Refuse a job that could not be handed over, or whose script is not there.
+        """Refuse a job that could not be submitted, or whose script is not there.
 
         Args:
             planned: the job.
-            is_dry: nothing of the experiment is handed over; what is packed is not kept.
+            is_dry: nothing of the experiment is submitted; what is packed is not kept.
 
         Raises:
             ConfigError: a secret is not set, or a script is not there.
@@ -136,7 +136,7 @@ class Batch:
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
             name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
-            with self._lock:  # handed over with the first of its jobs; all share the outcome
+            with self._lock:  # submitted with the first of its jobs; all share the outcome
                 if name not in self._dispatched:
                     try:
                         self._dispatch(name, together)
@@ -325,7 +325,7 @@ def handles_of(
         if missing or not records:
             raise ConfigError(
                 f"RayExecutor.dependencies names {name!r}, but the experiment {folder.name} has "
-                f"not handed over to Ray: {', '.join(missing) or 'anything'}. Wait until it has, "
+                f"not submitted to Ray: {', '.join(missing) or 'anything'}. Wait until it has, "
                 "or name the jobs that you mean by their handles. Nothing was sent."
             )
         handles += sorted(f"{HANDLE}{record.submission_id}" for record in records)

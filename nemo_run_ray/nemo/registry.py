@@ -150,7 +150,7 @@ def job_names(exp_dir: Path) -> set[str]:
     except (OSError, ValueError, TypeError, AttributeError, ImportError, zlib.error) as error:
         raise ConfigError(
             f"The jobs of the experiment {exp_dir.name} cannot be read here ({error}), so nobody "
-            "can tell whether all of them were handed over. Name those that you mean by their "
+            "can tell whether all of them were submitted. Name those that you mean by their "
             "handles. Nothing was sent."
         ) from error
 
@@ -217,7 +217,7 @@ def _set_handle(job: Any, name: str) -> None:
 def launch(experiment: Experiment, jobs: list[Any]) -> None:
     """Launch jobs as ``Experiment.run(detach=True)`` does: nobody stays for them.
 
-    All are dry-run before the first is handed over.
+    All are dry-run before the first is submitted.
     """
     experiment.detach = True
     for job in jobs:

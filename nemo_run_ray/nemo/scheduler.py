@@ -57,7 +57,7 @@ class Interrupt:
 
     #: Told by the main thread: those that wait may end with the program before they tell anything.
     _help: ClassVar[str] = (
-        "Interrupted. Jobs that were handed over go on:\n"
+        "Interrupted. Submitted jobs continue:\n"
         "  look at them  nemo-run-ray status {name}\n"
         "  follow them   nemo-run-ray logs --follow {name}\n"
         "  cancel them   nemo-run-ray cancel {name}"
@@ -84,20 +84,20 @@ class Interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def forbid(self) -> None:
-        """Raise after Ctrl-C, before jobs are handed over: the cluster took long to come up."""
+        """Raise after Ctrl-C, before jobs are submitted: the cluster took long to come up."""
         if interrupted.is_set():
-            raise NemoRunRayError("Interrupted. What was not handed over before is not sent.")
+            raise NemoRunRayError("Interrupted. Jobs that were not submitted before are not sent.")
         self._has_sent = True
 
     def end_wait(self, job: str, status: JobStatus) -> None:
         """Raise in a thread that waits for a job, after Ctrl-C."""
         main = threading.current_thread() is threading.main_thread()
         if interrupted.is_set() and not main and not status.state.is_terminal:
-            raise NemoRunRayError(f"The wait for {job} was interrupted; the job goes on.")
+            raise NemoRunRayError(f"The wait for {job} was interrupted; the job continues.")
 
     def _note(self, number: int, frame: Any) -> None:
         interrupted.set()
-        text = self._help if self._has_sent else "Interrupted. Nothing of {name} was handed over."
+        text = self._help if self._has_sent else "Interrupted. Nothing of {name} was submitted."
         raise without_traceback(KeyboardInterrupt(text.format(name=shlex.quote(self._experiment))))
 
 
@@ -201,7 +201,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             if error.errno not in NO_SPACE:
                 raise
             raise SubmissionError(
-                f"The job {request.plan.submission_id} was not handed over, as "
+                f"The job {request.plan.submission_id} was not submitted, as "
                 f"{error.filename or batch.exp_dir} cannot be written: {error.strerror}. Make "
                 "room, or name another home by NEMORUN_HOME, and run it again."
             ) from error
@@ -403,7 +403,7 @@ def torchx_state(status: JobStatus) -> AppState:
 
 
 def resume_experiment(experiment: Any) -> Iterator[str]:
-    """Hand over what never reached the cluster, and start dispatchers that have ended too early.
+    """Submit what never reached the cluster, and start dispatchers that have ended too early.
 
     Yields:
         What was done for each dispatch and each job, in words.
@@ -412,11 +412,11 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
     for dispatch in dispatches_of(folder):
         yield f"{dispatch.id}: {resume(dispatch)}"
     tend(folder)
-    handed_over = {job.name: job for job in jobs_of(folder)}
+    submitted = {job.name: job for job in jobs_of(folder)}
     states = {}
     for job in experiment.jobs:
-        if job.id in handed_over:
-            states[job.id] = handed_over[job.id].status.state.value
+        if job.id in submitted:
+            states[job.id] = submitted[job.id].status.state.value
         elif isinstance(job.executor, RayExecutor):
             states[job.id] = JobState.WAITING.value
         else:
@@ -428,18 +428,18 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
         missing = [name for name in upstream if states[name] != JobState.SUCCEEDED.value]
         if states[job.id] != JobState.WAITING.value:
             yield f"{job.id}: {states[job.id]}, left as it is"
-        elif job.id in handed_over and handed_over[job.id].record.dispatcher:
+        elif job.id in submitted and submitted[job.id].record.dispatcher:
             yield f"{job.id}: waits on the cluster, left to its dispatcher"
         elif missing:
             waits = ", ".join(f"{name} ({states[name]})" for name in missing)
-            yield f"{job.id}: not handed over, it depends on {waits}; resume again after that"
+            yield f"{job.id}: not submitted, it depends on {waits}; resume again after that"
         else:
             ready.append(job)
     for job in ready:
         registry.prepare_again(experiment, job)
     registry.launch(experiment, ready)
     for job in ready:
-        yield f"{job.id}: handed over"
+        yield f"{job.id}: submitted"
 
 
 __all__ = ["RayJobsScheduler", "create_scheduler"]

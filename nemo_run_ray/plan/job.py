@@ -265,7 +265,7 @@ def joined_places(
             if joined.setdefault(name, tuple(found)) != tuple(found):
                 raise ConfigError(
                     f"The secret {name} comes from {', '.join(joined[name])} by one cluster file, "
-                    f"and from {', '.join(found)} by another; jobs that are handed over together "
+                    f"and from {', '.join(found)} by another; jobs that are submitted together "
                     "have one value of it. Give them different names, or one file."
                 )
     return joined

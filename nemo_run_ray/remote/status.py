@@ -16,7 +16,7 @@ from .spec import NONCE_KEY, JobRow, nonce_of
 class JobState(str, Enum):
     """The state of a job. ``reason`` beside it says why."""
 
-    #: The cluster does not have it: its turn has not come, or it was never handed over.
+    #: The cluster does not have it: its turn has not come, or it was never submitted.
     WAITING = "WAITING"
     #: Ray has it and has not started its command: no room yet, or its runtime environment is built.
     PENDING = "PENDING"
@@ -86,7 +86,7 @@ class Reason(str, Enum):
     )
     ALLOCATION = (
         "its allocation ended",
-        "Run it again; `retries` lets it go on where the cluster is renewed.",
+        "Run it again; `retries` lets it continue where the cluster is renewed.",
     )
     NOT_STARTED = "its command could not be started", _CORRECT
     NO_PROGRAM = (
@@ -128,7 +128,7 @@ class Reason(str, Enum):
     )
     NOT_SUBMITTED = (
         "never reached the cluster",
-        "`nemo-run-ray resume {experiment}` hands it over now.",
+        "`nemo-run-ray resume {experiment}` submits it now.",
     )
     TAKEN = (
         "its id belongs to another run's job",

@@ -75,7 +75,7 @@ def call_items_on_node(
     """
     import ray
 
-    with suppress(BaseException):  # each item reports it
+    with suppress(BaseException):  # its imports are no part of the limit; each item reports it
         _load(function)
     yield ray.get_runtime_context().get_node_id()
     yield call_items(function, items, None)
@@ -92,6 +92,8 @@ def call_items(
     """
     from ray import cloudpickle
 
+    with suppress(BaseException):  # its imports are no part of the limit; each item reports it
+        _load(function)
     rows = []
     until = time.perf_counter() + _BATCH_END_S
     for item in items:

@@ -46,7 +46,7 @@ ENDS = {
 
 @dataclass
 class Run:
-    """A chain that was handed over, and what may be struck."""
+    """A chain that was submitted, and what may be struck."""
 
     hosts: Hosts
     dispatch: Dispatch

@@ -1,4 +1,4 @@
-"""A chain of twelve jobs goes on without the client that handed it over."""
+"""A chain of twelve jobs goes on without the client that submitted it."""
 
 import json
 import os

@@ -23,7 +23,7 @@ def test_sixty_four_jobs_in_the_room_of_one(hosts, unique, tmp_path):
     assert {job.status.state.value for job in jobs} == {"SUCCEEDED"}
     assert complaints(tmp_path) == ""
     assert len(starts(tmp_path)) == COUNT
-    # Ray gave up some of the eight that were handed over together, before it was known that there
+    # Ray gave up some of the eight that were submitted together, before it was known that there
     # is room for one. From then on one at a time waits.
     rows = hosts.api.table(fresh=True).items()
     own = [row for id_, row in rows if id_.startswith(f"{name}.job")]

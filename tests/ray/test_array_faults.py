@@ -190,7 +190,7 @@ def losing(dashboard, existing) -> Iterator[ExistingCluster]:
 @pytest.mark.soak
 def test_arrays_outlive_everything(start, losing, logs, tmp_path):
     """Up to four strikes at random moments; now and then some elements are cancelled, and every
-    second array is handed over and looked at through a network that loses requests and answers."""
+    second array is submitted and looked at through a network that loses requests and answers."""
     first = int(os.environ.get("SEED", random.randrange(10**6)))
     broken = []
     for seed in range(first, first + int(os.environ.get("RUNS", "100"))):

@@ -68,7 +68,7 @@ def ran(folder) -> list[str]:
     return sorted((folder / "ran").read_text().split()) if (folder / "ran").exists() else []
 
 
-def test_a_chain_is_handed_over_once_and_together(killed, tmp_path):
+def test_a_chain_is_submitted_once_and_together(killed, tmp_path):
     name = killed("chain", "intent")
 
     shown = resume(name)

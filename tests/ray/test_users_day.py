@@ -127,7 +127,7 @@ def test_ctrl_c_ends_the_wait_and_leaves_the_job(project, unique, local_cluster,
 
     assert "Traceback" not in output
     first, *commands = output.splitlines()[-4:]
-    assert first == "Interrupted. Jobs that were handed over go on:"
+    assert first == "Interrupted. Submitted jobs continue:"
     experiment = job.rpartition(".")[0]
     for verb, command in zip(("status", "logs --follow", "cancel"), commands, strict=True):
         assert command.endswith(f"nemo-run-ray {verb} {experiment}")

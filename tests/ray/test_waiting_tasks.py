@@ -61,7 +61,7 @@ def test_more_than_is_free(jobs):
     assert jobs["waits"].status.reason is Reason.ROOM
     assert words.startswith("It asks for CPU 2; the node ")
     assert f"has CPU 1 of 4 free; there it is held by {jobs['holder'].id} (CPU 3). " in words
-    assert "It waits since " in words
+    assert "It has been waiting since " in words
 
 
 def test_status_shows_it_for_people_and_programs(jobs):

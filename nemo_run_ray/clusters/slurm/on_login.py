@@ -205,7 +205,7 @@ class ClusterFolder:
             if any((path / "users").iterdir()) or (path / "keep").exists():
                 continue
             (path / "released").touch()
-            # One that Slurm starts again continues, with the jobs that were handed over to it.
+            # One that Slurm starts again continues, with the jobs that were submitted to it.
             ready = path.glob(f"run/{_read(path / 'job').strip()}.*/ready.json")
             if not (path / "renewed").exists() and not any(ready):
                 with contextlib.suppress(OSError):

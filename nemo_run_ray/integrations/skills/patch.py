@@ -1,7 +1,7 @@
 """NeMo-Skills' commands start their tasks on Ray for a cluster file that is for Ray.
 
 NeMo-Skills passes a dictionary around for a cluster. That of a file for Ray says ``executor:
-slurm``, because that is NeMo-Skills' word for a cluster: only there it hands over dependencies of
+slurm``, because that is NeMo-Skills' word for a cluster: only there it submits dependencies of
 other experiments, groups of several tasks, and detaches. What it asks such a dictionary for, and
 has no meaning on Ray, is there with a value that lets it pass.
 """
@@ -318,7 +318,7 @@ def _read_config(original: Any) -> Any:
             "mounts": _Mounts(["/:/"]),
             # Two containers may have one image, and nodes of their own: tasks ask for their names.
             "containers": {name: name for name in names} if names else _NoContainers(),
-            # The file is read again when the task is handed over.
+            # The file is read again when the task is submitted.
             _KEY: {"file": str(path.absolute()), "variables": [*itertools.chain(*lists.values())]},
         }
 

@@ -584,7 +584,7 @@ class ArrayDriver:
                 if before:
                     say(
                         f"nothing of a dead host runs: of {before} elements, {before - again} had "
-                        f"ended, and {again} are leased again"
+                        f"ended, and {again} are started again"
                     )
                 self.dead.discard(number)
             self._commit()
@@ -611,7 +611,7 @@ class ArrayDriver:
     def _obey(self) -> None:
         order = self._runner.order()
         if order == b"":
-            say("our first process was killed; Ray ends what the array runs")
+            say("this program's first process was killed; Ray ends what the array runs")
             os._exit(1)  # with the driver end its actors, and with them all processes
         if order is not None:
             self._stop("")

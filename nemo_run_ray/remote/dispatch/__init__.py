@@ -1,1 +1,1 @@
-"""The dispatcher: hands jobs over one by one, in their order."""
+"""The dispatcher: submits jobs one by one, in their order."""

@@ -1,4 +1,4 @@
-"""Decides for jobs that are handed over together which start, are tried again, or end.
+"""Decides for jobs that are submitted together which start, are tried again, or end.
 
 It is a pure function of their plan (a *dispatch*) and of the cluster's job table. The dispatcher
 carries out what it says; the client asks it the status of every job, also those that
@@ -29,7 +29,7 @@ from ..status import (
 #: Jobs that may start at the same moment: each start costs the head 1.4 s of a CPU (measured).
 STARTING_MAX = 8
 #: Seconds after which a job that has not started is taken to wait for room. Until it gets
-#: room, no other job that asks for the same is handed over: Ray gives up what waits for 900 s.
+#: room, no other job that asks for the same is submitted: Ray gives up what waits for 900 s.
 STUCK_S = 6.0
 #: Failures that Ray's head concludes, while the command may still run on a node that is cut off.
 _UNPROVEN = {Reason.NODE_DIED, Reason.OTHER}
@@ -47,7 +47,7 @@ _Start = tuple[DispatchedJobSpec, int]
 class Do(str, Enum):
     """An action of the dispatcher."""
 
-    #: Hand over an attempt.
+    #: Submit an attempt.
     SUBMIT = "submit"
     #: End an attempt, or keep a pending one from starting.
     STOP = "stop"
@@ -225,7 +225,7 @@ def _submits(
     attempts: Mapping[str, dict[int, Attempt]],
     now: float,
 ) -> list[Action]:
-    """The attempts to hand over, in the order of the jobs, as far as there is room for them."""
+    """The attempts to submit, in the order of the jobs, as far as there is room for them."""
     limit = dispatch.max_in_flight
     starting, live, stuck = 0, 0, set()
     for job in dispatch.jobs:

@@ -162,7 +162,7 @@ class _Driver:
     def _obey(self) -> None:
         order = self._runner.order()
         if order == b"":
-            say("our first process was killed; Ray ends what the group runs")
+            say("this program's first process was killed; Ray ends what the group runs")
             os._exit(1)  # with the driver end its actors, and with them all processes
         if order is not None:
             self._happened(Event(Kind.STOP, words="cancelled"))
@@ -427,7 +427,7 @@ def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> list[E
         return []
     if kind == "gone":
         others = f", and {report['left']} others with it" if report["left"] else ""
-        words = f"our process there was killed{others}"
+        words = f"this package's process there was killed{others}"
     if kind in ("gone", "failed"):
         return losses(handle, words)
     if kind == "prepared":

@@ -270,7 +270,7 @@ def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], 
         process.serve()
     except Exception as error:  # the last frame of this process: only its actor can be told
         traceback.print_exc()  # into the worker's log
-        process.fail(f"our process failed: {type(error).__name__}: {error}")
+        process.fail(f"this package's process failed: {type(error).__name__}: {error}")
     finally:
         process.abandon()
         channel.settimeout(_SAY_S)

@@ -202,7 +202,7 @@ class Allocation:
                 if is_late or last.exit_code == JobExit.OUT_OF_TIME:
                     names.add(os.path.basename(folder))
         # They must not follow each other for ever. The next allocation has all of its time for a
-        # dispatch that was handed over late in this one. Otherwise a job of a dispatch must have
+        # dispatch that was submitted late in this one. Otherwise a job of a dispatch must have
         # been started in this run, beside the dispatchers; one that waits for resources was not.
         jobs = carried_over.kept_ids(self._folder) - set(map(os.path.basename, dispatches))
         began = {

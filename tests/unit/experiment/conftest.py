@@ -1,4 +1,4 @@
-"""Experiments that are handed over to a simulated Ray, through NeMo-Run as users do."""
+"""Experiments that are submitted to a simulated Ray, through NeMo-Run as users do."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_a_misspelt_title_or_id_is_told_of_the_nearest_one(home):
 
 @pytest.mark.parametrize("words", [("b", "c", "a"), ("b", "late after b", "a", "z after late")])
 def test_jobs_come_in_the_order_in_which_they_were_added(ray, unique, words):
-    """However they are handed over: at once by several threads, or by a dispatcher."""
+    """However they are submitted: at once by several threads, or by a dispatcher."""
     handed = Handed(ray, unique, *words)
     names = [word.partition(" ")[0] for word in words]
     assert [job.name for job in nemo_run_ray.find(handed.id)] == names

@@ -135,10 +135,10 @@ def test_what_is_written_right_after_the_end_is_not_lost():
     source = Flaky("a\n", [], [3])
 
     def sleep(seconds: float) -> None:
-        source._text = "a\nour first process was killed\n"
+        source._text = "a\nthis program's first process was killed\n"
 
     found = "".join(followed(source, sleep))
-    assert found == "a\nour first process was killed\n"
+    assert found == "a\nthis program's first process was killed\n"
 
 
 class Short(Flaky):

@@ -195,9 +195,9 @@ def full_after(monkeypatch):
     return fill
 
 
-def test_a_disk_that_is_full_before_the_request_leaves_nothing_handed_over(ray, unique, full_after):
+def test_a_disk_that_is_full_before_the_request_leaves_nothing_submitted(ray, unique, full_after):
     full_after(0)
-    with pytest.raises(SubmissionError, match=r"was not handed over, as .*No space left") as caught:
+    with pytest.raises(SubmissionError, match=r"was not submitted, as .*No space left") as caught:
         Handed(ray, unique, "job")
     assert f"/{LEDGER} cannot be written" in str(caught.value)
     assert ray.started == []

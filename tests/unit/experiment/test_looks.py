@@ -60,7 +60,7 @@ def direct(ray: FakeRay, unique: str) -> Handed:
 
 
 @pytest.fixture
-def handed_over(ray: FakeRay, unique: str) -> Handed:
+def submitted(ray: FakeRay, unique: str) -> Handed:
     """A chain whose dispatcher has died after the first job."""
     handed = Handed(ray, unique, "ended", "next after ended")
     ray.dispatch(handed.dispatch.spec, rounds=3)
@@ -69,7 +69,7 @@ def handed_over(ray: FakeRay, unique: str) -> Handed:
     return handed
 
 
-@pytest.fixture(params=["direct", "handed_over"])
+@pytest.fixture(params=["direct", "submitted"])
 def handed(request) -> Handed:
     """Either, beside jobs of a stranger's that look as if nobody looked after them."""
     found: Handed = request.getfixturevalue(request.param)

@@ -63,12 +63,12 @@ def test_an_unknown_name_is_refused_with_the_nearest_titles(ray, unique, prep):
     assert ray.requests == []
 
 
-def test_an_experiment_that_is_not_handed_over_yet(ray, unique, prep):
+def test_an_experiment_that_is_not_submitted_yet(ray, unique, prep):
     ledger = prep.exp_dir / "ray_jobs.jsonl"
     lines = [line for line in ledger.read_text().splitlines() if f"{prep.id}.b" not in line]
     ledger.write_text("".join(f"{line}\n" for line in lines))
     executor = RayExecutor(address=ray.url, dependencies=[prep.id])
     message = refused(ConfigError, executor, f"{unique}x")
-    assert "has not handed over to Ray: b" in message
+    assert "has not submitted to Ray: b" in message
     ledger.unlink()
     assert "a, b" in refused(ConfigError, executor, f"{unique}y")

@@ -178,7 +178,7 @@ def test_secrets_travel_in_an_archive_of_their_own(ray, unique, monkeypatch):
                 assert b"s3cr3t-value" not in file.read()
 
 
-def test_more_jobs_than_the_client_hands_over_at_once_get_a_dispatcher(ray, unique):
+def test_more_jobs_than_the_client_submits_at_once_get_a_dispatcher(ray, unique):
     handed = Handed(ray, unique, *(f"job{number}" for number in range(17)))
     assert ray.started == [handed.dispatch.id]
     assert set(handed.states().values()) == {"WAITING"}

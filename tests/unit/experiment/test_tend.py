@@ -37,7 +37,7 @@ def test_one_that_had_no_time_is_left_to_the_next_allocation(ray, stopped, ended
     assert resume(stopped.dispatch) == "its dispatcher is at work"
 
 
-def test_a_dispatch_that_is_being_handed_over_is_left_to_its_client(ray, unique):
+def test_a_dispatch_that_is_being_submitted_is_left_to_its_client(ray, unique):
     handed = Handed(ray, unique, "first", "second after first")
     del ray.rows[handed.dispatch.id]
     write = store_of(handed.exp_dir).ledger.path

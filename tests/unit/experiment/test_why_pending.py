@@ -39,7 +39,7 @@ def test_those_who_hold_most_come_first():
 
 @pytest.fixture(params=[{}, {"pending_timeout_s": 600}])
 def waiting(request, ray: FakeRay, unique: str) -> Handed:
-    """A task that was handed over a minute ago: directly, and by a dispatcher."""
+    """A task that was submitted a minute ago: directly, and by a dispatcher."""
     handed = Handed(ray, unique, "job", cpus_per_node=2, **request.param)
     if request.param:
         ray.fates[f"{handed.id}.job"] = {"status": "PENDING"}

@@ -14,10 +14,10 @@ def test_ctrl_c_names_the_experiment():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         interrupt.watch("an experiment_1")
-        with pytest.raises(KeyboardInterrupt, match="Nothing of 'an experiment_1' was handed over"):
+        with pytest.raises(KeyboardInterrupt, match="Nothing of 'an experiment_1' was submitted"):
             os.kill(os.getpid(), signal.SIGINT)
         interrupt.watch("an experiment_1")
-        interrupt.forbid()  # its jobs are handed over now
+        interrupt.forbid()  # its jobs are submitted now
         with pytest.raises(KeyboardInterrupt, match="nemo-run-ray status 'an experiment_1'"):
             os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(NemoRunRayError, match="is not sent"):

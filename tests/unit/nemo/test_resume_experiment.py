@@ -33,11 +33,11 @@ def hand_over(ray: FakeRay, title: str, *names: str, local: bool = False, in_ord
     return registry.load_experiment(title)
 
 
-def test_jobs_that_never_arrived_are_handed_over_once(ray, unique):
+def test_jobs_that_never_arrived_are_submitted_once(ray, unique):
     experiment = hand_over(ray, unique, "first", "second")
     with pytest.raises(JobError, match=f"handed nothing over.*resume {experiment._id}"):
         find(experiment._id)
-    assert list(resume_experiment(experiment)) == ["first: handed over", "second: handed over"]
+    assert list(resume_experiment(experiment)) == ["first: submitted", "second: submitted"]
     assert len(ray.started) == 2
     again = list(resume_experiment(registry.load_experiment(unique)))
     assert again == ["first: PENDING, left as it is", "second: PENDING, left as it is"]
@@ -74,12 +74,12 @@ def test_a_chain_that_is_over_is_so_without_its_cluster(ray, unique):
 def test_what_nemo_run_keeps_in_order_waits_for_its_turn(ray, unique):
     experiment = hand_over(ray, unique, *JOBS, local=True, in_order=True)
     told = dict(one.split(": ", 1) for one in resume_experiment(experiment))
-    assert told["first"] == "handed over"
+    assert told["first"] == "submitted"
     assert told["second"] == (
-        "not handed over, it depends on first (WAITING); resume again after that"
+        "not submitted, it depends on first (WAITING); resume again after that"
     )
     assert told["here"].endswith(" on LocalExecutor, left as it is")
     (first,) = jobs_of(find_experiment(unique))
     ray.rows[first.id].update(SUCCEEDS)
     told = dict(one.split(": ", 1) for one in resume_experiment(registry.load_experiment(unique)))
-    assert (told["first"], told["second"]) == ("SUCCEEDED, left as it is", "handed over")
+    assert (told["first"], told["second"]) == ("SUCCEEDED, left as it is", "submitted")

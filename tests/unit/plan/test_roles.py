@@ -480,7 +480,7 @@ _REFUSED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 
 @pytest.fixture
 def submitted(monkeypatch) -> list[str]:
-    """The jobs that were handed over."""
+    """The jobs that were submitted."""
     jobs: list[str] = []
 
     def submit(self: Batch, name: str) -> str:

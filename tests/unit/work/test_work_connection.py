@@ -119,14 +119,14 @@ class Initialised:
 
 
 @pytest.mark.parametrize(
-    ("variable", "handed_over"),
+    ("variable", "submitted"),
     [
         ("10.0.0.2:6379", "10.0.0.1:6379"),
         ("auto", "10.0.0.1:6379"),
         ("ray://10.0.0.1:10001", "ray://10.0.0.1:10001"),
     ],
 )
-def test_a_program_keeps_the_ray_that_it_has_connected_to(monkeypatch, variable, handed_over):
+def test_a_program_keeps_the_ray_that_it_has_connected_to(monkeypatch, variable, submitted):
     monkeypatch.setenv("RAY_ADDRESS", variable)
     monkeypatch.setitem(sys.modules, "ray", Initialised())
     with pytest.raises(ConfigError, match=r"give it to ray\.init\(\)"):
@@ -134,7 +134,7 @@ def test_a_program_keeps_the_ray_that_it_has_connected_to(monkeypatch, variable,
     joined = connection.join(None, None, {})
     try:
         assert joined.address == "10.0.0.1:6379"
-        assert os.environ["RAY_ADDRESS"] == handed_over
+        assert os.environ["RAY_ADDRESS"] == submitted
         with pytest.raises(ConfigError, match=r"10\.0\.0\.9:6379 was asked for"):
             connection.join("10.0.0.9:6379", None, {})
         with pytest.raises(ConfigError, match=r"is connected with runtime_env=\{\}, and has one"):
