@@ -20,7 +20,7 @@ def test_ctrl_c_names_the_experiment():
         interrupt.forbid()  # its jobs are submitted now
         with pytest.raises(KeyboardInterrupt, match="nemo-run-ray status 'an experiment_1'"):
             os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(NemoRunRayError, match="is not sent"):
+        with pytest.raises(NemoRunRayError, match="are not sent"):
             interrupt.forbid()
         interrupt.unwatch()
         interrupt.forbid()  # the next run is not interrupted

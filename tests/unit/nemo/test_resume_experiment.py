@@ -35,7 +35,7 @@ def hand_over(ray: FakeRay, title: str, *names: str, local: bool = False, in_ord
 
 def test_jobs_that_never_arrived_are_submitted_once(ray, unique):
     experiment = hand_over(ray, unique, "first", "second")
-    with pytest.raises(JobError, match=f"handed nothing over.*resume {experiment._id}"):
+    with pytest.raises(JobError, match=f"submitted nothing.*resume {experiment._id}"):
         find(experiment._id)
     assert list(resume_experiment(experiment)) == ["first: submitted", "second: submitted"]
     assert len(ray.started) == 2
