@@ -28,7 +28,6 @@ NOW = 1_800_000_000.0
 NODE = "f" * 56
 OWN, SESSION = "e.dispatcher", "session_2027-01-15_08-00-00_000000_1"
 
-# ------------------------------------------------------------------ fates of attempts
 
 SUCCEEDS = {"status": "SUCCEEDED", "driver_exit_code": 0, "message": "Job finished successfully."}
 FAILS = {

@@ -19,8 +19,6 @@ from tests.cloud.conftest import Platform
 from tests.cloud.runs import found, launch, must_succeed
 from tests.conftest import wait_for
 
-# ---------------------------------------------------------------------- kinds of tasks
-
 
 @pytest.mark.parametrize(
     "kind", ["script", "script from another folder", "shell", "inline", "module"]
@@ -65,9 +63,6 @@ def test_a_partial(platform, project, results, unique, partial):
     must_succeed(platform)
     (seen,) = found(results).values()
     assert (seen["digest"], seen["tag"]) == (project.digest(), "partial")
-
-
-# ---------------------------------------------------------------------- many pods at once
 
 
 @pytest.fixture
@@ -179,9 +174,6 @@ def test_a_driver_that_was_shipped_itself_ships(platform, project, results, uniq
     (seen,) = found(results).values()
     assert seen["digest"] == project.digest()
     assert seen["left"] == []
-
-
-# ---------------------------------------------------------------------- other executors
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,6 @@
 """The example of a group on the embedded Ray; tests/hosts/ runs it on several hosts."""
 
-import os
 import re
-import sys
-
-import pytest
 
 from tests.conftest import ROOT, python
 
@@ -24,20 +20,6 @@ def test_evaluate_with_server(local_cluster, home):
         ("sum of squares", "MemoryError"),
     ]
     assert re.search(r"client/0\| sandbox 5 of 8 solutions pass$", done.stdout, re.M)
-
-
-@pytest.mark.soak
-def test_evaluate_with_server_sends_roles_to_pools(dashboard, token, home):
-    example = str(EXAMPLES / "evaluate_with_server.py")
-    done = python(
-        *(example, "--address", dashboard.url, "--python", sys.executable, "--pools", "server=gpu"),
-        cwd=home,
-        env={**os.environ, "RAY_AUTH_TOKEN": token},
-    )
-
-    assert done.returncode == 1, "the embedded Ray has no labels"
-    told = " ".join(done.stdout.split())  # NeMo-Run's console folds lines
-    assert "server: no node has the label pool=gpu" in told, done.stderr
 
 
 def test_evaluate_with_server_names_a_role_that_there_is_not(home):

@@ -104,8 +104,6 @@ def test_a_target_that_is_gone_is_refused_by_name(patch):
         setattr(owner, name, kept)
 
 
-# ---------------------------------------------------------------------- by names from outside
-
 _STATES = "import json, nemo_run_ray.patches as p; print(json.dumps(p.status()))"
 
 

@@ -131,9 +131,6 @@ def _differences(before: list[dict[str, object]], after: list[dict[str, object]]
     )
 
 
-# ---------------------------------------------------------------------- NeMo-Run's own executors
-
-
 def test_a_local_group_is_launched_task_by_task(whenever, unique):
     with run.Experiment(unique) as experiment:
         experiment.add(_tasks(), executor=run.LocalExecutor(), name="g")
@@ -209,9 +206,6 @@ def test_a_list_that_somebody_else_changes_lets_his_in_and_ours(unpatched, when,
         assert JobGroup.SUPPORTED_EXECUTORS is others
 
 
-# ---------------------------------------------------------------------- other people's executors
-
-
 def test_one_without_merge_is_let_in_task_by_task(patch):
     given = Supporting(size=3)
     group = _group(given)
@@ -228,9 +222,6 @@ def test_one_with_merge_is_merged(patch):
     assert type(group.executors) is Merging
     assert group.executors.parts == [1, 2]
     assert group.executor is group.executors
-
-
-# ---------------------------------------------------------------------- guards
 
 
 @pytest.fixture
@@ -311,9 +302,6 @@ def test_with_an_unknown_nemo_run_single_tasks_still_work(unpatched, unique, cap
         assert _differences(before, _held()) == []
         task = run.Script(inline="true")
         run.run(task, executor=RayExecutor(address=ADDRESS), name=unique, dryrun=True)
-
-
-# ---------------------------------------------------------------------- RayExecutor
 
 
 @pytest.fixture

@@ -95,17 +95,6 @@ def test_flags_variables_and_srun_arguments_are_nemo_runs(both, name):
     assert _step(ours).startswith('srun "${step_args[@]}" ')
 
 
-@pytest.mark.parametrize("template", ["ray.sub.j2", "ray_enroot.sub.j2"])
-def test_both_templates_are_bash_that_bash_reads(both, template):
-    fields = {"gpus_per_node": 8, "container_image": "x:1"}
-    _, ours = both(fields, template_name=template, command="python x.py")
-    done = subprocess.run(["bash", "-n"], input=ours, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert "{{" not in ours
-    assert "{%" not in ours
-    assert ("enroot exec" in ours) == (template == "ray_enroot.sub.j2")
-
-
 def test_no_variable_is_written_into_a_log(both):
     """NeMo-Run's traces its script, and prints the environment of every node."""
     theirs, ours = both({"env_vars": {"HF_TOKEN": "s3cr3t"}})
@@ -145,26 +134,6 @@ def test_the_driver_has_its_own_step_when_it_has_arguments_of_srun(both, image):
     )
     assert "COMMAND_WORKDIR=/code" in theirs
     assert "COMMAND_WORKDIR=/code" in ours
-
-
-def test_groups_of_a_heterogeneous_job(both):
-    groups = [
-        run.SlurmExecutor.ResourceRequest(
-            packager=run.Packager(),
-            nodes=nodes,
-            ntasks_per_node=1,
-            het_group_index=index,
-            env_vars={"ROLE": f"r{index}"},
-        )
-        for index, nodes in enumerate((2, 1))
-    ]
-    executor = {"heterogeneous": True, "run_as_group": True, "resource_group": groups}
-    theirs, ours = both(executor, command="true", command_groups=[["true"], ["serve"]])
-    assert _lines(ours, "^#SBATCH") == _lines(theirs, "^#SBATCH")
-    assert "srun --het-group=0 " in _step(ours)
-    assert _lines(ours, "^het_group_host_1=") == _lines(theirs, "^het_group_host_1=")
-    assert _lines(ours, "overlap-1") == _lines(theirs, "overlap-1") != []
-    assert "export ROLE=r1" in ours.splitlines()
 
 
 def _folders(script: str) -> dict[str, str]:

@@ -25,8 +25,6 @@ from tests.arrays import COUNT, check, ended, partials, scripts, supervisors
 from tests.conftest import processes_of, processes_of_home, wait_for
 from tests.flaky_proxy import CutBefore, DropAnswer, Fault, FlakyProxy
 
-# ---------------------------------------------------------------------- who dies
-
 
 def drivers(job: RemoteJob) -> list[int]:
     """The watchdog and the runner of the array's driver."""
@@ -117,9 +115,6 @@ def strike(job: RemoteJob, victims: Callable[[RemoteJob], list[int]], within_s: 
         except ProcessLookupError:
             continue
     return len(found)
-
-
-# ---------------------------------------------------------------------- the tests
 
 
 @pytest.fixture

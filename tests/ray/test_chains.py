@@ -32,12 +32,6 @@ def log_of(started: Started, name: str, follow: bool = False) -> str:
     return "".join(find_job(started.job(name)).log(follow))
 
 
-# ---------------------------------------------------------------------- order
-
-
-# ---------------------------------------------------------------------- attempts and limits
-
-
 def test_a_job_is_tried_again_as_often_as_it_may(yard, unique, api):
     started = yard.start(
         unique,
@@ -111,9 +105,6 @@ def test_every_attempt_gets_its_secrets_and_nobody_else(
     assert files_with(value, ray) == []
 
 
-# ---------------------------------------------------------------------- cancelling
-
-
 def test_cancelling_an_experiment_ends_all_of_it(yard, unique, api, capsys):
     started = yard.start(
         unique,
@@ -132,9 +123,6 @@ def test_cancelling_an_experiment_ends_all_of_it(yard, unique, api, capsys):
     assert set(started.states().values()) == {"CANCELLED"}
     yard.open()
     assert yard.begun() == ["runs"]
-
-
-# ---------------------------------------------------------------------- other experiments
 
 
 @pytest.mark.soak  # tests/unit/experiment/test_named_dependencies.py has it on a simulated Ray
@@ -163,9 +151,6 @@ def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
     assert yard.is_before("alone", "both")
     assert yard.is_before("good", "both")
     assert yard.is_before("both", "after")
-
-
-# ---------------------------------------------------------------------- dispatchers that die
 
 
 def dispatchers(submission_id: str) -> list[int]:
@@ -215,6 +200,3 @@ def test_two_dispatchers_at_the_same_time_do_no_harm(yard, existing, unique, api
     assert begun[:2] == ["first", "first@2"]
     assert sorted(begun[2:5]) == ["job0", "job1", "job2"]
     assert begun[5:] == ["bad", "bad@2"]
-
-
-# ---------------------------------------------------------------------- pages and bad input

@@ -122,9 +122,6 @@ def test_what_is_not_there_is_refused_before_anything_is_sent(ray, unique, tmp_p
     assert ray.requests == []
 
 
-# ---------------------------------------------------------------------- NEMO_RUN_CODE_DIR
-
-
 @pytest.fixture
 def code_dir(tmp_path, monkeypatch) -> Path:
     folder = filled(tmp_path / "in")

@@ -42,9 +42,6 @@ def _made(kind: type[Probe], **fields: object) -> Probe:
     return kind(**{**_KINDS[kind], **fields})
 
 
-# ---------------------------------------------------------------------- values
-
-
 @pytest.mark.parametrize(("kind", "name", "value"), _cases(_GOOD))
 def test_good_values(kind, name, value):
     probe = _made(kind, **{name: value})
@@ -75,14 +72,6 @@ def test_any_text_is_a_path_that_fits_into_a_request_or_refused(text):
     line = f"GET {path} HTTP/1.1".encode("ascii")
     assert line.split() == [b"GET", path.encode(), b"HTTP/1.1"]
 
-
-# ---------------------------------------------------------------------- how they are written
-
-
-# ---------------------------------------------------------------------- what the node is told
-
-
-# ---------------------------------------------------------------------- saved with an executor
 
 _SAVED = [
     PortProbe(8000),

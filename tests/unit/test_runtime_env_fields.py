@@ -161,9 +161,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, runtime_env,
         _sent(runtime_env)
 
 
-# ---------------------------------------------------------------------- which Python
-
-
 @pytest.mark.parametrize(
     ("runtime_env", "python", "expected"),
     [

@@ -1,6 +1,5 @@
 """The page in a real browser, under its own policy."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +28,16 @@ _LOG = "exit code 1; the last lines of its log:\nTraceback (most recent call las
 
 
 def experiment(count: int) -> list[dict[str, Any]]:
-    """Stages of jobs, each after one or two of the stage before; some fail, some try again."""
-    chance = random.Random(count)
-    width = max(2, count // 6)
+    """Jobs of every state, each after the one before; some have hostile names."""
     rows: list[dict[str, Any]] = []
     for number in range(count):
-        above = rows[max(0, number // width - 1) * width : number // width * width]
-        after = chance.sample(above, min(len(above), chance.choice((1, 1, 2))))
-        name = f"{chance.choice(('prepare', 'train', 'evaluate', 'export'))}-{number:03d}"
-        if number % 11 == 3 and number // 11 < len(_HOSTILE):
-            name = _HOSTILE[number // 11]
-        begun = max([0.0, *(one["attempts"][-1]["posted_at"] - _BEGAN for one in after)]) + 100
-        tries = chance.choice((1, 1, 1, 3))
-        attempts = [
-            attempt(begun + 90 * place, begun + 90 * place + 9, begun + 90 * place + 80, "FAILED")
-            for place in range(tries)
-        ]
-        state = chance.choice(("SUCCEEDED",) * 30 + ("FAILED", "LOST"))
-        if number >= count - width:
-            state = chance.choice(("RUNNING", "PENDING", "SUCCEEDED", "FAILED", "UNKNOWN"))
-        attempts[-1]["state"] = state
-        if state in ("RUNNING", "PENDING", "UNKNOWN"):
-            attempts[-1]["ended_at"] = None
+        state = ("SUCCEEDED", "FAILED", "RUNNING", "PENDING", "LOST", "UNKNOWN")[number % 6]
+        ended = None if state in ("RUNNING", "PENDING", "UNKNOWN") else number + 80.0
+        name = _HOSTILE[number // 11] if number % 11 == 3 and number < 77 else f"train-{number:03d}"
+        after = [rows[-1]["job"]] if rows else []
         message = _LOG if state == "FAILED" else ""
-        names = [one["job"] for one in after]
-        rows.append(row(name, state, *attempts, after=names, message=message))
+        tries = attempt(number, number + 9, ended, state)
+        rows.append(row(name, state, tries, after=after, message=message))
     return rows
 
 

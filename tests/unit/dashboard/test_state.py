@@ -95,9 +95,6 @@ def has_its_types(values: dict) -> bool:
     )
 
 
-# ------------------------------------------------------------------ nodes and holders
-
-
 def test_each_reservation_counts_once():
     one = FakeNode("a", {"CPU": 8.0, "memory": 8.0 * GIB, "my_fpga": 2.0}, {"CPU": 0.5})
     found = room(
@@ -120,9 +117,6 @@ def test_each_reservation_counts_once():
         ("", "99000000", {"CPU": 0.5}),
         ("", "04000000", {"CPU": 2.0, "my_fpga": 1.0}),
     ]
-
-
-# ------------------------------------------------------------------ one look at a cluster
 
 
 ANSWERS = {
@@ -183,9 +177,6 @@ def test_a_job_table_that_does_not_come_leaves_the_rest():
     found, _ = looked(**{"/api/jobs/": 500})
     assert (found.unreachable, found.version, found.jobs) == ("", "2.60.0", None)
     assert found.nodes
-
-
-# ------------------------------------------------------------------ builds
 
 
 _OURS = {"pip": ["nope"], "py_modules": ["gcs://_ray_pkg_1.zip"]}

@@ -79,9 +79,6 @@ def _manifest(archive: Archive) -> dict:
     return json.loads(_unzip(archive)[MANIFEST])
 
 
-# ---------------------------------------------------------------------- code
-
-
 def test_what_travels(pack, hostile):
     name = hostile.replace("\\", "")
     found = _unzip(pack(*_TREE, (f"deep/{name}", b"x", 0o644), ("empty", b"", 0o644)))
@@ -205,9 +202,6 @@ def test_a_packager_that_fails(tmp_path, how):
     assert ".." not in str(caught.value)
 
 
-# ---------------------------------------------------------------------- NeMo-Run's packagers
-
-
 def _code_of(packager: Packager, folder: Path) -> Archive:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # invoke leaves its pipes open
@@ -266,9 +260,6 @@ def test_git_archive_packager_without_a_repository(tmp_path, monkeypatch):
         assert "CalledProcessError" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------- the job archive
-
-
 @pytest.fixture
 def job_dir(tmp_path):
     folder = tmp_path / "job dir"
@@ -295,9 +286,6 @@ def test_the_job_archive(job_dir, tmp_path):
     assert not [data for data in found.values() if b"TOKEN: in clear" in data]
     assert from_json(found[f"{JOBS}/job/spec.json"].decode()).argv == ("true",)
     assert all(name.startswith(f"{JOBS}/") for name in found)
-
-
-# ---------------------------------------------------------------------- secrets
 
 
 def test_secrets_are_private(monkeypatch, hostile):

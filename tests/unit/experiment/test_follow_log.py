@@ -198,8 +198,6 @@ def test_a_very_long_line_comes_in_pieces(size):
     assert found[-1] == "end\n"
 
 
-# ---------------------------------------------------------------------- the task's own output
-
 _SETTING_UP = "2026-11-22 04:53:24,072\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
 _HEAD = f"{_SETTING_UP}Running entrypoint for job exp.job: exec python3 -m x task job exp.job 01\n"
 _OUTPUTS = st.lists(

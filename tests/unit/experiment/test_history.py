@@ -147,9 +147,6 @@ def test_a_log_that_the_cluster_does_not_have_is_given_up(ray, unique):
     assert kept(handed) == {}
 
 
-# ---------------------------------------------------------------------- the file
-
-
 @given(
     st.lists(st.text(st.sampled_from("ab\né漢"), max_size=30), max_size=20),
     st.integers(1, 100),
@@ -232,9 +229,6 @@ def test_a_reader_of_several_attempts_gets_the_rest_of_the_last_one(ray, unique,
         with pytest.raises(JobError, match="No more of its log is left"):
             found.extend(job._begun_or_kept(dies()))
         assert "".join(found) == whole
-
-
-# ---------------------------------------------------------------------- attempts
 
 
 def _row(status: str, nonce: str = "n", posted: int = 1000, ended: int = 0, **metadata) -> dict:

@@ -34,9 +34,6 @@ def test_those_who_hold_most_come_first():
     )
 
 
-# ---------------------------------------------------------------------- jobs
-
-
 @pytest.fixture(params=[{}, {"pending_timeout_s": 600}])
 def waiting(request, ray: FakeRay, unique: str) -> Handed:
     """A task that was submitted a minute ago: directly, and by a dispatcher."""

@@ -50,9 +50,6 @@ def _ignored(reading):
     return {one.key: one.reason for one in reading.ignored}
 
 
-# ---------------------------------------------------------------------- where it is
-
-
 def test_it_is_looked_for_upwards(tmp_path):
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
@@ -65,9 +62,6 @@ def test_it_is_looked_for_upwards(tmp_path):
     assert nemotron.find(below, {}) == tmp_path / "env.toml"
     (below / "env.toml").touch()
     assert nemotron.find(below, {"NEMOTRON_ENV_FILE": ""}) == below / "env.toml"
-
-
-# ---------------------------------------------------------------------- profiles
 
 
 def test_tables_are_profiles_but_the_reserved_ones(load):
@@ -138,9 +132,6 @@ def test_a_circle_or_an_unknown_parent_is_refused_with_the_chain(refusal, text, 
     assert refusal(text).startswith(expected)
 
 
-# ---------------------------------------------------------------------- keys of a profile
-
-
 def test_keys_with_what_they_ask_for(read):
     lines = (
         'workspace = "${oc.env:WS,/w}"',
@@ -201,9 +192,6 @@ def test_remote_job_dir_is_where_outputs_lie(read, own, expected):
 
     assert reading.values == {"env": {"set": expected}}
     assert reading.sources["env", "set", "NEMO_RUN_DIR"].endswith(":3 (remote_job_dir)")
-
-
-# ---------------------------------------------------------------------- variables
 
 
 def test_env_vars_are_texts(read):
@@ -270,9 +258,6 @@ def test_a_variable_without_a_value_is_left_out(read, line):
 
     assert "env" not in reading.values
     assert list(_ignored(reading).values()) == ["It has no value."]
-
-
-# ---------------------------------------------------------------------- what means nothing here
 
 
 def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):

@@ -55,9 +55,6 @@ def _ignored(reading):
     return {one.key: one.reason for one in reading.ignored}
 
 
-# ---------------------------------------------------------------------- whose file it is
-
-
 @pytest.mark.parametrize(
     ("text", "is_skills", "is_for_ray"),
     [
@@ -135,9 +132,6 @@ def test_what_is_wrong_is_refused_by_file_line_and_key(refusal, text, start):
     assert "pw" not in told
 
 
-# ---------------------------------------------------------------------- where the cluster is
-
-
 @pytest.mark.parametrize("section", ["backend", "execution_backend"])
 @pytest.mark.parametrize("name", ["ray", "' Ray '", "KUBERNETES-RAY"])
 @pytest.mark.parametrize("form", ["{section}: {name}\n", "{section}: {{name: {name}}}\n"])
@@ -169,8 +163,6 @@ def test_the_order_of_addresses(read, name, order):
         late = {by_host[one]: f"{by_host[host]} comes first." for one in order[number + 1 :]}
         assert late.items() <= _ignored(reading).items()
 
-
-# ---------------------------------------------------------------------- labels and images
 
 KUBERNETES = f"""
     executor: slurm
@@ -232,9 +224,6 @@ def test_working_dir_is_the_code(read):
     assert reading.values["defaults"]["packager"] == {"folder": "/opt/a.zip"}
 
 
-# ---------------------------------------------------------------------- preflight
-
-
 @pytest.mark.parametrize("start", [BACKEND, STAGED])
 def test_without_a_preflight_nothing_is_checked_and_all_wait_for_nodes(read, start):
     values = read(start).values
@@ -261,9 +250,6 @@ def test_a_preflight_checks_only_what_it_requires(read):
     assert "the dashboard" in _ignored(reading)["preflight.require_ray_endpoint"]
 
 
-# ---------------------------------------------------------------------- the staged executor
-
-
 def test_the_staged_executor(read):
     reading = read(f"executor: ray\nray:\n  address: {CLIENT}\n")
     assert reading.values["cluster"] == {"address": CLIENT}
@@ -284,9 +270,6 @@ def test_a_backend_for_ray_comes_before_the_executor(read):
     reading = read(BACKEND + "executor: ray\nray: {address: auto}\n")
     assert reading.values["cluster"] == {"address": HEAD}
     assert {"executor", "ray"} <= set(_ignored(reading))
-
-
-# ---------------------------------------------------------------------- variables
 
 
 def test_variables_of_the_environment_and_with_values(read):
@@ -364,9 +347,6 @@ def test_a_credential_may_come_from_another_variable(read, entry, name):
     assert value_of(name, values["env"]["value_from"][name], {"MY_KEY": "hunter2"}) == "hunter2"
     assert value_of(name, values["env"]["value_from"][name], {}) is None
     assert "hunter2" not in repr(values)
-
-
-# ---------------------------------------------------------------------- what means nothing here
 
 
 def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):

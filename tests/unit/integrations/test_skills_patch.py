@@ -82,9 +82,6 @@ def roles(job):
     return {role.role: role for role in job.executors.resource_group}
 
 
-# ---------------------------------------------------------------------- one task
-
-
 def test_a_task_gets_a_ray_executor_of_the_file(of_skills, tmp_path):
     handles, extra = ["ray_jobs://nemo_run/a_1.nemo-run"], str(tmp_path / "extra")
     found = executor(
@@ -178,9 +175,6 @@ def test_two_containers_of_one_image_run_on_their_own_nodes(of_skills, tmp_path)
         RayExecutor(cluster="my-ray", image="one-image").resolved()
 
 
-# ---------------------------------------------------------------------- variables
-
-
 def test_variables_of_one_task_are_its_own(of_skills, monkeypatch):
     monkeypatch.setenv("SEEN", "yes")
     monkeypatch.setenv("MY_API_KEY", "abc")
@@ -201,9 +195,6 @@ def test_a_credential_that_is_not_the_environments_is_refused(of_skills, monkeyp
     with pytest.raises(ConfigError, match="Set it in your environment") as caught:
         executor(of_skills, config)
     assert "abc" not in str(caught.value)
-
-
-# ---------------------------------------------------------------------- several parts
 
 
 def test_server_client_and_sandbox_are_the_roles_of_a_group(of_skills):
@@ -247,9 +238,6 @@ def test_tasks_have_the_names_that_nemo_skills_gives_them(of_skills, monkeypatch
     assert [*ids, mine] == ["a-b", "a-b_1", "nemo-run"]
 
 
-# ---------------------------------------------------------------------- Ray programs
-
-
 def test_a_ray_program_reserves_nothing_itself(of_skills):
     (job,) = task(of_skills, with_ray=True, num_gpus=8, num_nodes=4, with_sandbox=True)
     found = roles(job)
@@ -279,9 +267,6 @@ def test_with_ray_of_a_pipeline_means_what_that_of_a_task_does(of_skills, monkey
     assert (alone.nodes, alone.gpus_per_node) == (1, 0)
 
 
-# ---------------------------------------------------------------------- code of other experiments
-
-
 def test_an_experiment_on_ray_has_no_code_to_use_again(of_skills, monkeypatch):
     config = config_of(of_skills)
     of_skills.exp.REUSE_CODE_EXP["local"] = earlier = run.Experiment("earlier")
@@ -308,9 +293,6 @@ def test_results_are_copied_where_this_machine_sees_the_nodes_paths(of_skills, t
         cluster.cluster_download_dir(config, "/on/the/nodes", str(tmp_path))
 
 
-# ---------------------------------------------------------------------- other files
-
-
 def test_a_file_for_slurm_is_left_to_nemo_skills(of_skills):
     config = config_of(of_skills, "my-slurm")
     assert config == {
@@ -320,9 +302,6 @@ def test_a_file_for_slurm_is_left_to_nemo_skills(of_skills):
         "containers": {"vllm": "v"},
     }
     assert isinstance(executor(of_skills, config), run.SlurmExecutor)
-
-
-# ---------------------------------------------------------------------- the patch
 
 
 def test_undo_gives_everything_back(of_skills):
@@ -357,9 +336,6 @@ def test_another_nemo_skills_is_refused_and_left_out_of_all(tmp_path, monkeypatc
     assert undo()
     for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_skills"]:
         del sys.modules[name]
-
-
-# ---------------------------------------------------------------------- the verb
 
 
 def test_ns_needs_nemo_skills():

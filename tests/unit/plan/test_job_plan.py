@@ -154,8 +154,6 @@ def test_several_codes_travel_side_by_side():
     }
 
 
-# ---------------------------------------------------------------------- ids
-
 _names = st.text(max_size=300)
 _alike = st.text("a.-_ é", max_size=6)
 
@@ -175,8 +173,6 @@ def test_an_id_is_safe_in_a_files_name_and_a_url(experiment, job):
 def test_different_names_have_different_ids(one, two):
     assert (safe_id(one) == safe_id(two)) == (one == two)
 
-
-# ---------------------------------------------------------------------- the line that Ray runs
 
 _FAKE = """
 import json, sys
@@ -293,8 +289,6 @@ def test_a_group_passes_over_a_python_without_ray(node, tmp_path):
     assert done.stdout.count("[") == 2  # it ran once
     assert node(_LINE, str(tmp_path / "bin")).returncode == 5
 
-
-# ---------------------------------------------------------------------- the dry run
 
 _GOLDEN = """\
 Ray job   exp.job

@@ -9,20 +9,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import fiddle as fdl
 import nemo_run as run
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nemo_run.core.execution.base import ExecutorMacros
 from nemo_run.core.execution.launcher import FaultTolerance, Torchrun
-from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from torchx.specs import AppDef, Role
 
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ConfigError, TooOld
 from nemo_run_ray.experiment.submit import Batch
-from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
+from nemo_run_ray.fields import CommandProbe, PortProbe
 from nemo_run_ray.plan.job import JobPlan, plan
 from nemo_run_ray.plan.roles import ROLE_MAX
 from nemo_run_ray.remote.group.driver import variables
@@ -91,19 +88,6 @@ def roles(planned) -> Callable[..., tuple[RoleSpec, ...]]:
 
 
 @pytest.fixture
-def group(planned) -> Callable[..., GroupSpec]:
-    """The group of executors with these fields."""
-
-    def make(*fields: dict[str, Any], **options: Any) -> GroupSpec:
-        executors = [_executor(**one) for one in fields]
-        spec = planned(_tasks(len(fields)), executors, **options).spec
-        assert isinstance(spec, GroupSpec)
-        return spec
-
-    return make
-
-
-@pytest.fixture
 def single(planned) -> Callable[..., JobSpec | GroupSpec]:
     """The spec of one task."""
 
@@ -119,9 +103,6 @@ def _app(*names: str) -> AppDef:
 
 def _merged(*fields: dict[str, Any]) -> RayExecutor:
     return RayExecutor.merge([_executor(**one) for one in fields], len(fields))
-
-
-# ---------------------------------------------------------------------- which jobs are groups
 
 
 @pytest.mark.parametrize(
@@ -162,9 +143,6 @@ def test_a_task_of_several_replicas_processes_or_ports_is_a_group_of_one_role(pl
     assert made.runtime_env == {}
 
 
-# ---------------------------------------------------------------------- names
-
-
 @given(st.text(max_size=60))
 def test_any_text_is_a_role_with_proper_variables_or_refused(name):
     merged = _merged({"role": name}, {"role": "other", "service": True, "ports": {"a b": 0}})
@@ -183,9 +161,6 @@ def test_any_text_is_a_role_with_proper_variables_or_refused(name):
     assert found["NEMO_RUN_OTHER_PORT_A_B"] == "1"
 
 
-# ---------------------------------------------------------------------- commands and variables
-
-
 def test_a_tasks_variables_are_before_its_executors(planned):
     tasks = [run.Script(inline="true", env={"A": "task"}), *_tasks(1)]
     one, two = planned(tasks, _executor(env_vars={"A": "executor", "B": "executor"})).spec.roles
@@ -199,19 +174,6 @@ def test_a_variable_that_is_no_text_is_named(planned):
         planned(run.Script(inline="true", env={"A": 1}), _executor())
     with pytest.raises(ConfigError, match="has the name 1 with a value"):
         planned(run.Script(inline="true", env={1: "a"}), _executor())
-
-
-def test_macros(planned):
-    script = run.Script(path="/x", args=[f"--n=$${ExecutorMacros.NUM_NODES_VAR}", "$$", "${other}"])
-    host = ExecutorMacros.group_host(1)
-    executors = [_executor(env_vars={"PEER": host, "RANK_IS": "${node_rank_var}"}), _executor()]
-    one, two = planned([script, run.Script(path="/x", args=[host])], executors).spec.roles
-    assert one.task.argv[2:] == ("--n=$NEMO_RUN_NUM_NODES", "$$", "${other}")
-    assert one.task.env == {"PEER": "$NEMO_RUN_HET_GROUP_HOST_1", "RANK_IS": "NEMO_RUN_NODE_RANK"}
-    assert two.task.argv[2:] == ("$NEMO_RUN_HET_GROUP_HOST_1",)
-
-
-# ---------------------------------------------------------------------- what is reserved
 
 
 _RESOURCES = [
@@ -242,12 +204,6 @@ def test_resources(roles, single, fields, expected):
     assert alone.resources == expected
 
 
-# ---------------------------------------------------------------------- services and primaries
-
-
-# ---------------------------------------------------------------------- where they go
-
-
 @pytest.mark.parametrize(
     ("strategies", "nodes", "common", "spreads"),
     [
@@ -263,9 +219,10 @@ def test_resources(roles, single, fields, expected):
         (("SPREAD", "PACK"), (1, 2), "PACK", ("", "")),
     ],
 )
-def test_the_strategy_of_a_group(group, strategies, nodes, common, spreads):
-    fields = [{"strategy": one, "nodes": n} for one, n in zip(strategies, nodes, strict=True)]
-    spec = group(*fields)
+def test_the_strategy_of_a_group(planned, strategies, nodes, common, spreads):
+    pairs = zip(strategies, nodes, strict=True)
+    executors = [_executor(strategy=one, nodes=count) for one, count in pairs]
+    spec = planned(_tasks(len(nodes)), executors).spec
     assert spec.strategy == common
     assert tuple(role.spread for role in spec.roles) == spreads
 
@@ -286,9 +243,6 @@ def test_labels_need_a_newer_ray(planned, fields, has_labels):
     refused = pytest.raises(TooOld, match=r"Ray 2\.54 or newer.*runs 2\.9\.0\.")
     with refused if has_labels else contextlib.nullcontext():
         made.check_version("2.9.0")
-
-
-# ---------------------------------------------------------------------- launchers and ranks
 
 
 def _option(role: RoleSpec, name: str) -> str:
@@ -332,20 +286,6 @@ def test_the_rendezvous_port(single, roles, kind):
         assert role.ports == {RENDEZVOUS: 0}
 
 
-@pytest.mark.parametrize(("nodes", "tasks"), [(1, 4), (3, 1), (2, 8)])
-def test_processes_without_a_launcher_are_ranked(single, roles, nodes, tasks):
-    fields = {"nodes": nodes, "ntasks_per_node": tasks}
-    (alone,) = single(**fields).roles
-    one, other = roles(fields, {})
-    for role in (alone, one):
-        assert (role.replicas, role.processes, role.ranked) == (nodes, tasks, True)
-        assert role.ports == {RENDEZVOUS: 0}
-    assert (other.replicas, other.processes, other.ranked, other.ports) == (1, 1, False, {})
-
-
-# ---------------------------------------------------------------------- code, secrets, the rest
-
-
 def test_the_packagers_of_the_roles_that_ship_code(planned):
     git, pattern = (
         run.GitArchivePackager(),
@@ -380,9 +320,6 @@ def test_on_the_embedded_ray_roles_without_code_run_in_the_callers_folder(planne
     assert planned(_tasks(1), _executor()).spec.roles[0].task.cwd is None
 
 
-# ---------------------------------------------------------------------- merge
-
-
 def test_one_executor_for_all_tasks_is_copied_for_each():
     given = _executor(env_vars={"A": "1"}, ports={"http": 0}, runtime_env={"pip": ["x"]})
     merged = RayExecutor.merge([given], 3)
@@ -414,34 +351,6 @@ def test_a_merged_executor_is_not_merged_again():
     assert RayExecutor.merge([merged], 2) is merged
     clone = merged.clone()
     assert RayExecutor.merge([clone], 2) is clone
-
-
-def test_a_merged_executor_survives_cloning_and_json():
-    merged = _merged(
-        {"role": "a", "service": True, "ready": HttpProbe("http"), "ports": {"http": 0}},
-        {"role": "b", "service": True, "ready": CommandProbe(["a b", ""]), "launcher": "ft"},
-        {
-            "nodes": 2,
-            "launcher": Torchrun(rdzv_port=1),
-            "packager": run.GitArchivePackager(subpath="a b"),
-            "env_vars": {"Q": "'\"\n$é"},
-            "memory_per_node": "1GiB",
-            "wait_for_nodes": True,
-        },
-    )
-    clone = merged.clone()
-    assert clone == merged
-    assert all(
-        mine is not yours
-        for mine, yours in zip(merged.resource_group, clone.resource_group, strict=True)
-    )
-    text = ZlibJSONSerializer().serialize(merged.to_config())
-    assert fdl.build(ZlibJSONSerializer().deserialize(text)) == merged
-    app = _app("g-0", "g-1", "g-2")
-    assert plan(app, clone, "exp.g", "g") == plan(app, merged, "exp.g", "g")
-
-
-# ---------------------------------------------------------------------- bad input
 
 
 #: What is wrong: the executors' fields, and the words that the message must have.

@@ -89,9 +89,6 @@ REQUESTS = [
 ]
 
 
-# ------------------------------------------------------------------ what is asked
-
-
 def test_requests_are_those_of_rays_api(script):
     api = DashboardClient(script.url)
     script.says(200, VERSION)
@@ -110,9 +107,6 @@ def test_requests_are_those_of_rays_api(script):
     assert stop == ("POST", "/api/jobs/e.a%402/stop", b"")
     assert put == ("PUT", "/api/packages/gcs/_ray_pkg_1.zip", b"\x00zip")
     assert {one["Content-Type"] for one in script.headers} == {"application/json"}
-
-
-# ------------------------------------------------------------------ the job table
 
 
 def test_rows_without_a_submission_id_are_left_out(script):
@@ -144,9 +138,6 @@ def test_a_table_that_cannot_be_read_is_none(script, text):
     script.says(200, text)
     with pytest.raises(Unanswered, match=r"cannot be read|not Ray's"):
         list(DashboardClient(script.url).rows())
-
-
-# ------------------------------------------------------------------ no answer
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
@@ -212,9 +203,6 @@ def test_living_nodes_are_those_of_rays_state_api(script):
             DashboardClient(script.url).alive_nodes()
 
 
-# ------------------------------------------------------------------ Ray's answers to a new job
-
-
 @pytest.mark.parametrize(
     ("status", "text"), [(400, TAKEN), (500, TAKEN), (500, HANDED_ON.format(TAKEN))]
 )
@@ -228,9 +216,6 @@ def test_what_ray_refuses_is_refused_for_good(script, status):
     script.says(status, "Traceback:\nTypeError: metadata values must be strings\n")
     with pytest.raises(RequestRefused, match=f"metadata values must be strings.*HTTP {status}"):
         DashboardClient(script.url).post(BODY)
-
-
-# ------------------------------------------------------------------ the token
 
 
 @pytest.fixture
@@ -264,9 +249,6 @@ def test_the_token_is_found_where_ray_looks_for_it(sent, monkeypatch, home):
     assert sent() == "Bearer of-the-home"
     default.write_text("renewed")
     assert sent() == "Bearer renewed"
-
-
-# ------------------------------------------------------------------ where the dashboard may be
 
 
 @pytest.fixture

@@ -44,9 +44,6 @@ def held_in_journal(tmp_path) -> dict[int, dict[int, int]]:
     return progress.held
 
 
-# ---------------------------------------------------------------------- where hosts are started
-
-
 @pytest.mark.parametrize(
     ("available", "need", "wanted", "hosts"),
     [
@@ -85,9 +82,6 @@ def test_hosts_start_where_an_element_fits_or_a_line_says_why_not(capfd, cluster
     assert not capfd.readouterr().out
     cluster.look(later_s=11)
     assert line in capfd.readouterr().out
-
-
-# ---------------------------------------------------------------------- nodes that cannot
 
 
 def test_a_node_that_cannot_run_elements_is_tried_later(cluster, capfd):
@@ -129,9 +123,6 @@ def test_what_never_started_has_left_nothing_and_is_no_end_on_one_node(cluster):
     assert cluster.driver.broken[0] is Reason.RUNTIME_ENV
 
 
-# ---------------------------------------------------------------------- leases
-
-
 def test_the_disk_has_a_lease_before_a_host_hears_of_it(cluster, tmp_path, monkeypatch):
     path = str(tmp_path / file_of(ID, JOURNAL_FILE))
     heard: list[tuple[int, int]] = []
@@ -171,9 +162,6 @@ def test_no_element_is_started_until_the_disk_has_it(
     rows = [order["elements"] for _, order in cluster.calls.orders if order["do"] == "run"]
     assert len(rows) == (not is_cancelled)
     assert drive.seconds == (1 if is_cancelled else 3)
-
-
-# ---------------------------------------------------------------------- hosts that die
 
 
 def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
@@ -274,8 +262,6 @@ def test_hosts_of_an_earlier_driver_that_has_leased_nothing_are_swept_too(tmp_pa
     assert Cluster(again, spec).driver.dead == {0}
     close(again)
 
-
-# ---------------------------------------------------------------------- how an array ends
 
 MAY_BE_LEFT = "processes of it may be left on {}, where nothing says that all have ended"
 

@@ -135,8 +135,6 @@ def test_stretches_hold_all_that_is_known_of_elements_in_a_row():
     assert (numbers, progress.ended_count) == ([0, 0, 3, 1, 2], 6)
 
 
-# ---------------------------------------------------------------------- the journal
-
 RECORDS = [
     HostRecord(3, HOST, "node", "tag", "run_dir"),
     Record(0, LEASED, 3, 1),

@@ -128,9 +128,6 @@ def test_a_host_that_leaves_removes_its_notes_and_its_run_directory_unless_that_
     shutil.rmtree(host.root, ignore_errors=True)
 
 
-# ---------------------------------------------------------------------- what elements leave
-
-
 def test_what_an_element_starts_in_a_session_of_its_own_goes_on_while_it_runs(host, tmp_path):
     program = f"setsid sh -c 'sleep 1.5; touch {tmp_path}/done' & sleep 0.1; exec sleep 3"
     host.shell(
@@ -139,9 +136,6 @@ def test_what_an_element_starts_in_a_session_of_its_own_goes_on_while_it_runs(ho
     host.run(0)
     wait((tmp_path / "done").exists)
     assert host.ended() == [0, 1, 0]
-
-
-# ---------------------------------------------------------------------- hosts that have died
 
 
 def _begin_three(host: Host, tmp_path: Path) -> None:
@@ -228,9 +222,6 @@ def test_what_does_not_end_is_named(tag, monkeypatch):
         process.wait()
 
 
-# ---------------------------------------------------------------------- forks
-
-
 @pytest.fixture
 def forks(package, request) -> Iterator[dict[str, Any]]:
     """What a host is told so that it forks elements, of ``array_tasks.waits`` if not said."""
@@ -310,9 +301,6 @@ def test_imports_that_start_a_thread_forbid_a_fork(host, forks, tmp_path):
     (told,) = [one for one in host.reports if one["at"] == "obstacles"]
     assert told["obstacles"] == ["have started the thread 'helper'"]
     assert {path.name for path in tmp_path.glob("*-*")} == {"0-True", "1-True"}
-
-
-# ---------------------------------------------------------------------- single ones are cancelled
 
 
 def test_those_that_wait_and_those_that_run_are_cancelled(host, tmp_path):

@@ -96,9 +96,6 @@ def status_of(
     return decide(plan, table, now).statuses[name]
 
 
-# ------------------------------------------------------------------ other experiments
-
-
 OTHER = OutsideSpec("o.x", ("nonce-x", "nonce-of-an-earlier-run"), "o.dispatcher")
 DIRECT = OutsideSpec("o.x", ("nonce-x",))
 
@@ -139,9 +136,6 @@ def test_what_another_experiment_never_started_is_cancelled_with_it(code):
     assert status_of(plan, table, "a").state is JobState.CANCELLED
 
 
-# ------------------------------------------------------------------ room
-
-
 def test_behind_one_that_waits_for_room_only_others_go_on():
     big, small = {"entrypoint_num_gpus": 8}, {"entrypoint_num_cpus": 1}
     plan = dispatch_of(
@@ -153,9 +147,6 @@ def test_behind_one_that_waits_for_room_only_others_go_on():
     assert submitted(plan, {"e.a": pending("a", posted_at=NOW - 1)}) == ["e.b", "e.c"]
 
 
-# ------------------------------------------------------------------ what gets no room
-
-
 def test_starts_that_ray_gave_up_belong_to_the_same_wait():
     plan = dispatch_of(job_spec("a", pending_timeout_s=1000.0))
     table = {
@@ -164,9 +155,6 @@ def test_starts_that_ray_gave_up_belong_to_the_same_wait():
     }
     assert decide(plan, table, NOW + 999).actions == ()
     assert did(decide(plan, table, NOW + 1001), Do.CLAIM) == ["e.a@3"]
-
-
-# ------------------------------------------------------------------ rows
 
 
 def test_a_row_of_rays_table_is_understood():
@@ -191,9 +179,6 @@ def test_a_row_of_rays_table_is_understood():
     assert found.status.reason is Reason.EXIT_CODE
     assert "\n" not in found.status.detail
     assert not found.is_live
-
-
-# ------------------------------------------------------------------ safety on random tables
 
 
 @dataclass(frozen=True)
@@ -496,9 +481,6 @@ def test_every_decision_keeps_all_rules_and_depends_on_the_rows_alone(scene, cha
     rows = list(scene.table.items())
     chance.shuffle(rows)
     assert replace(scene, table=dict(rows)).decide() == decision == scene.decide()
-
-
-# ------------------------------------------------------------------ a simulated cluster
 
 
 def _with(left_s: float, lasts_s: float = 3600, renews: bool = False) -> TimeLeft:

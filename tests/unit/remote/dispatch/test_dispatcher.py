@@ -121,9 +121,6 @@ def rounds(one: Dispatcher, ray: FakeRay, count: int, seconds: float = 1.0) -> i
     return None
 
 
-# ------------------------------------------------------------------ order and attempts
-
-
 def test_what_failed_is_started_again_under_an_id_of_its_own(serve):
     plan = dispatch_of(job_spec("a", retries=2), job_spec("b", "a"))
     ray = serve(plan)
@@ -200,9 +197,6 @@ def test_no_attempt_until_the_old_supervisors_stop_has_arrived(serve):
     assert ray.started == ["e.a", "e.a@2"]
 
 
-# ------------------------------------------------------------------ answers that do not come
-
-
 def test_a_job_whose_answer_was_lost_is_not_started_again(serve):
     plan = dispatch_of(job_spec("a", retries=3), job_spec("b", "a"))
     ray = serve(plan)
@@ -211,9 +205,6 @@ def test_a_job_whose_answer_was_lost_is_not_started_again(serve):
     assert dispatcher_of(plan, ray).run(ray.pass_time) == JobExit.SUCCEEDED
     assert ray.started == ["e.a", "e.b"]
     assert ray.claims == {}
-
-
-# ------------------------------------------------------------------ what Ray refuses
 
 
 def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
@@ -228,9 +219,6 @@ def test_what_ray_refuses_becomes_a_claim_that_says_why(serve, told):
     assert ray.posts() == 3
     (line,) = [line for line in told() if " FAILED e.a " in line]
     assert ray.claims["e.a"] in line
-
-
-# ------------------------------------------------------------------ a table that is not the chain's
 
 
 def test_a_table_without_the_dispatcher_is_believed_after_a_while(serve):
@@ -258,9 +246,6 @@ def test_a_dispatcher_that_ray_calls_ended_does_nothing_more(serve, end):
     with pytest.raises(WrongCluster, match="this dispatcher is"):
         one.round()
     assert ray.started == ["e.a"]
-
-
-# ------------------------------------------------------------------ more than one dispatcher
 
 
 def _eventful() -> tuple[DispatchSpec, dict[str, dict]]:
@@ -347,9 +332,6 @@ def test_a_dispatcher_that_is_killed_at_any_moment_is_replaced_by_another(serve)
     assert moments > 50
 
 
-# ------------------------------------------------------------------ cancelling and stopping
-
-
 def test_what_finds_no_room_in_timeis_claimed_then_stopped_then_left_to_ray(serve):
     plan = dispatch_of(job_spec("a", pending_timeout_s=60, retries=3), job_spec("b", "a"))
     ray = serve(plan)
@@ -367,41 +349,12 @@ def test_what_finds_no_room_in_timeis_claimed_then_stopped_then_left_to_ray(serv
     assert ray.started == ["e.a"]
 
 
-# ------------------------------------------------------------------ secrets
-
-
-def test_every_attempt_gets_its_secrets_in_a_package_of_its_own(serve, told):
-    plan = dispatch_of(
-        job_spec("a", retries=1, secrets=("KEY", "TOKEN")), job_spec("b", secrets=("KEY",))
-    )
-    ray = serve(plan)
-    ray.fates["e.a"] = FAILS
-    values = {"KEY": "hidden-key", "TOKEN": 'hidden"\\é\n', "OTHER": "hidden-other"}
-    assert dispatcher_of(plan, ray, secrets=values).run(ray.pass_time) == JobExit.SUCCEEDED
-    found = {}
-    for body in ray.bodies:
-        shared, _ = body["runtime_env"]["py_modules"]
-        assert shared == "gcs://_ray_pkg_jobs.zip"
-        files, _ = own_part(ray, body)
-        found[body["submission_id"]] = json.loads(files[SECRETS])
-    both = {"KEY": "hidden-key", "TOKEN": 'hidden"\\é\n'}
-    assert found == {"e.a": both, "e.a@2": both, "e.b": {"KEY": "hidden-key"}}
-    assert len(ray.packages) == 3
-    for (method, path), data in zip(ray.requests, ray.sent, strict=True):
-        assert "hidden" not in path
-        assert method == "PUT" or b"hidden" not in data
-    assert "hidden" not in "".join(told())
-
-
 def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
     plan = dispatch_of(job_spec("a", secrets=("KEY",)), job_spec("b"))
     ray = serve(plan)
     assert dispatcher_of(plan, ray, secrets={}).run(ray.pass_time) == JobExit.SOME_FAILED
     assert "without KEY" in ray.rows["e.a"]["metadata"][CLAIM_KEY]
     assert ray.rows["e.b"]["status"] == "SUCCEEDED"
-
-
-# ------------------------------------------------------------------ a guest on the head
 
 
 @pytest.mark.parametrize(
@@ -411,9 +364,6 @@ def test_the_default_limit_leaves_the_head_half_of_its_memory(memory_gib, limit)
     size = int(memory_gib * 2**30)
     assert default_limit(size) == limit
     assert limit == 4 or limit * SUPERVISOR_BYTES <= size / 2
-
-
-# ------------------------------------------------------------------ as the job runs it
 
 
 def test_the_dashboard_of_the_right_session_is_found(serve):

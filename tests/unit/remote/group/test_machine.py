@@ -56,9 +56,6 @@ def all_events(replica_ids: Iterable[ReplicaId]) -> list[Event]:
     ]
 
 
-# ---------------------------------------------------------------------- random events
-
-
 @st.composite
 def groups(draw) -> Group:
     services = [False, *draw(st.lists(st.booleans(), max_size=3))]
@@ -177,9 +174,6 @@ def test_a_stop_ends_all_that_runs_and_then_the_group(data):
         assert not world.is_over
         assert START not in [order for order, _ in world.step(exited(replica_id, 143))]
     assert world.is_over
-
-
-# ---------------------------------------------------------------------- examples
 
 
 def group_of(*replicas: tuple[ReplicaId, bool, int]) -> Group:

@@ -117,9 +117,6 @@ def test_a_group_that_waits_says_why(roles, nodes, free, words):
     assert why_waiting(GroupSpec(tuple(roles)), nodes, free) == words
 
 
-# ---------------------------------------------------------------------- requests
-
-
 def test_a_request_for_every_replica_in_the_order_of_the_roles():
     spec = GroupSpec((role("b", 2, zone="eu"), role("a", GPU=2.0)), "STRICT_SPREAD")
     assert requests_of(spec, [node(1), node(2)]) == [
@@ -156,9 +153,6 @@ def test_a_strict_spread_never_lets_two_replicas_share_a_node(count):
     requests = requests_of(GroupSpec((role("a", 3, "STRICT_SPREAD"),)), nodes)
     for one, other in itertools.combinations(requests, 2):
         assert not candidates(one, [*nodes, node(9)]) & candidates(other, [*nodes, node(9)])
-
-
-# ---------------------------------------------------------------------- waiting
 
 
 class Clock:

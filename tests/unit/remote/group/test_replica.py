@@ -4,9 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -152,9 +150,6 @@ def site(make) -> Site:
     return make()
 
 
-# ---------------------------------------------------------------------- ports
-
-
 _BIND = """
 for name in sys.argv[1:]:
     server = socket.socket()
@@ -182,9 +177,6 @@ def test_ports_are_the_roles_from_the_preparation_to_the_start(site):
     site.start()
     assert site.until("exited")["code"] == 0
     assert site.text == "".join(f"{name} {ports[name.lower()]}\n" for name in "ABC")
-
-
-# ---------------------------------------------------------------------- what a process gets
 
 
 _SHOW = "say(json.dumps([dict(os.environ), sys.argv[1:], os.getcwd(), sys.stdin.read()]))"
@@ -218,9 +210,6 @@ def test_a_process_gets_its_variables_words_folder_and_no_input(make, package, m
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(env)
 
 
-# ---------------------------------------------------------------------- output
-
-
 def test_20000_lines_are_complete_and_in_order_over_pulls_that_are_lost(site):
     site.run(_role(_shell("seq 20000")))
     while "exited" not in site.kinds():
@@ -246,9 +235,6 @@ def test_all_output_comes_before_the_exit(site):
     assert site.reports[-1] == exited
 
 
-# ---------------------------------------------------------------------- exit codes
-
-
 def test_one_failing_process_ends_the_others_and_its_code_is_the_replicas(site):
     code = """
 if os.environ["LOCAL_RANK"] == "1":
@@ -267,9 +253,6 @@ stay()
     assert exited["words"] == "process 1: exit code 3"
     assert site.text == "told to end\n"
     assert site.processes() == set()
-
-
-# ---------------------------------------------------------------------- the end
 
 
 #: A process that ignores SIGTERM, with a child in its session, one in another, and a daemon.
@@ -303,9 +286,6 @@ def _stubborn(**task: Any) -> RoleSpec:
     return _role(_python(_STUBBORN), task)
 
 
-# ---------------------------------------------------------------------- starts
-
-
 def test_a_replica_is_started_again_with_its_ports_and_folder(site):
     code = (
         _BIND
@@ -327,9 +307,6 @@ sys.exit(3)
     assert site.kinds() == ["prepared"] + ["ready", "exited"] * 3
 
 
-# ---------------------------------------------------------------------- orders and pulls
-
-
 def test_orders_are_carried_out_once_and_in_their_order(site):
     site._role, site._index = _role(_shell("echo x >> ran; cat ran")), 0
     prepare = _preparation(site._role, site.tag, site.run_dir)
@@ -343,9 +320,6 @@ def test_orders_are_carried_out_once_and_in_their_order(site):
     assert site.until("exited")["code"] == 0
     assert site.kinds() == ["prepared", "ready", "exited", "ready", "exited"]
     assert site.text == "x\nx\nx\n"
-
-
-# ---------------------------------------------------------------------- backpressure
 
 
 #: Prints 30 MB, and beside it how much of that it could write.
@@ -412,9 +386,6 @@ def test_a_command_waits_while_nobody_pulls_and_nothing_is_lost(site):
     assert digest.digest() == hashlib.sha256(_PIECE * 480).digest()
 
 
-# ---------------------------------------------------------------------- close
-
-
 def test_close_removes_processes_and_folders(site):
     (site.folder / "package").mkdir()
     site.run(_stubborn(grace_s=1000.0))
@@ -427,86 +398,3 @@ def test_close_removes_processes_and_folders(site):
     assert not site.folder.exists()
     assert not site.root.exists()
     assert site.relay.close()  # twice is once
-
-
-# ---------------------------------------------------------------------- sudden deaths
-
-
-def test_the_death_of_our_process_is_reported_and_kills_the_tree(site):
-    site.run(_stubborn(grace_s=1000.0))
-    site.says("up")
-    wait(lambda: len(site.processes()) == 4)
-    ours = psutil.Process(site.process())
-    guard = ours.parent()
-    guard.suspend()  # it kills them too, and may be the first
-    try:
-        ours.kill()
-        gone = site.until("gone")
-    finally:
-        guard.resume()
-    assert 3 <= gone["left"] <= 4  # the system kills the first one of the command
-    assert site.processes() == set()
-    assert not site.root.exists()
-    assert site.reports[-1] == gone
-    site.end()  # nobody is there, and that is known
-    site.pull()
-    assert site.reports[-1] == gone
-    assert site.relay.close()
-
-
-_ACTOR = """
-import json, sys
-sys.path.append(sys.argv[1])
-from nemo_run_ray_remote.hosts.relay import Relay
-folder, tag, run_dir, orders = json.loads(sys.argv[2])
-relay = Relay(folder, tag, run_dir, "group.replica")
-for number, order in enumerate(orders):
-    relay.order(number, order)
-seen = 0
-while True:
-    first, reports = relay.pull(seen, 1.0)
-    seen = first + len(reports)
-    for report in reports:
-        print(report.strip(), flush=True)
-"""
-
-
-@pytest.fixture
-def actor(package, tag, temporary) -> Iterator[Callable[[RoleSpec], subprocess.Popen]]:
-    """Starts a process that holds the relays, and waits until the role's says that it is up."""
-    with contextlib.ExitStack() as stack:
-
-        def begin(role: RoleSpec) -> subprocess.Popen:
-            folder, run_dir = temporary / tag, f"{tag}~train-0"
-            folder.mkdir()
-            orders = [_preparation(role, tag, run_dir), {"do": "start", "env": {}}]
-            told = json.dumps([str(folder), tag, run_dir, orders])
-            words = [sys.executable, "-I", "-c", _ACTOR, str(package), told]
-            made = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(made)
-            stack.callback(made.kill)
-            assert made.stdout is not None
-            lines = iter(made.stdout.readline, "")
-            assert any("up" in json.loads(line).get("text", "") for line in lines)
-            return made
-
-        yield begin
-
-
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-def test_the_death_of_the_actors_process_kills_the_tree(actor, tag, temporary, how):
-    made = actor(_stubborn(grace_s=1000.0))
-    wait(lambda: len(holding(f"NEMO_RUN_RAY_TAG={tag}", "environ")) == 4)
-    made.send_signal(signal.Signals[how])
-    made.wait(10)
-    wait(lambda: not holding(tag))
-    assert not (temporary / tag).exists()
-    assert not (temporary / f"nemo_run_{os.getuid()}" / f"{tag}~train-0").exists()
-
-
-def test_a_command_dies_also_when_the_actor_and_our_process_die_at_once(actor, tag):
-    made = actor(_role(_shell("trap '' TERM; echo up; exec sleep 1000")))
-    made.send_signal(signal.SIGSTOP)
-    (command,) = holding(f"NEMO_RUN_RAY_TAG={tag}", "environ")
-    os.kill(psutil.Process(command).ppid(), signal.SIGKILL)
-    wait(lambda: not holding(f"NEMO_RUN_RAY_TAG={tag}", "environ"))

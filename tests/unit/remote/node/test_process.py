@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from nemo_run_ray.remote.end_record import end_mark, record_in
+from tests.relays import holding, wait
 
 _NONCE = "0123456789abcdef"
 _MARK = end_mark(_NONCE)
@@ -41,28 +41,6 @@ def wait_for(path):
     while not os.path.exists(path):
         time.sleep(0.002)
 """
-
-
-def _wait(question: Callable[[], object], within_s: float = 20) -> object:
-    deadline = time.monotonic() + within_s
-    while not (answer := question()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not true within {within_s} s")
-        time.sleep(0.005)
-    return answer
-
-
-def _holding(kind: str, text: str) -> set[int]:
-    """Living processes with the text in their ``cmdline`` or ``environ``."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            zombie = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
-            if text.encode() in (folder / kind).read_bytes() and not zombie:
-                found.add(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 @dataclass
@@ -96,14 +74,14 @@ class Kept:
         return self.watchdog.wait(within_s)
 
     def says(self, text: str) -> None:
-        _wait(lambda: text in self.text)
+        wait(lambda: text in self.text, 20)
 
     def command(self) -> set[int]:
         """Processes of the command, wherever they went."""
-        return _holding("environ", f"NEMO_RUN_RAY_TAG={self.tag}")
+        return holding(f"NEMO_RUN_RAY_TAG={self.tag}", "environ")
 
     def runner(self) -> int:
-        (pid,) = _holding("cmdline", self.tag) - {self.watchdog.pid}
+        (pid,) = holding(self.tag, "cmdline") - {self.watchdog.pid}
         return pid
 
 
@@ -231,16 +209,6 @@ sys.exit(7)
     assert "no process of it is left" in kept.ending
 
 
-def test_sigterm_becomes_sigkill_after_the_grace(start):
-    kept = start("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done", grace_s=0.5)
-    kept.says("ready")
-    asked_at = time.monotonic()
-    kept.watchdog.terminate()
-    assert kept.end() == 137
-    assert 0.5 <= time.monotonic() - asked_at < 20
-    assert kept.command() == set()
-
-
 def test_the_command_is_no_descendant_of_the_watchdog(start):
     """Ray signals every descendant of its shell: the command would get SIGTERM twice."""
     kept = start("sh", "-c", "echo ready; sleep 1000")
@@ -266,8 +234,8 @@ time.sleep(1000)
     assert len(kept.command()) == 2
     os.kill(kept.watchdog.pid if victim == "watchdog" else runner, signal.SIGKILL)
     code = kept.end()
-    _wait(lambda: not kept.command())
-    _wait(lambda: not psutil.pid_exists(runner) or psutil.Process(runner).status() == "zombie")
+    wait(lambda: not kept.command(), 20)
+    wait(lambda: not psutil.pid_exists(runner) or psutil.Process(runner).status() == "zombie", 20)
     if victim == "runner":
         assert code == 137
         assert "process on this node was killed" in kept.ending

@@ -17,9 +17,6 @@ from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
 from nemo_run_ray.remote.dispatch.decide import TimeLeft, time_left
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.slurm.carry import (
-    KEEP,
-    RELEASED,
-    STOP,
     USERS,
     Allocation,
 )
@@ -106,54 +103,6 @@ def world(tmp_path) -> Iterator[World]:
     fields: dict = {"rows": [], "seen": [], "taken": set(), "refusals": {}}
     with serving(Dashboard, **fields) as url:
         yield World(tmp_path, {**fields, "url": url})
-
-
-class TestEndWithoutUsers:
-    """An allocation that is idle for at most 60 s."""
-
-    @pytest.fixture
-    def why_after(self, world):
-        world.table.write_text("[]")
-        allocation = world.allocation(renew=False, ends_at=None, idle_timeout_s=60)
-
-        def after(seconds: float) -> str:
-            world.now += seconds
-            end = allocation.step()
-            assert end is None or end == RunEnd(0, end.why)
-            return "" if end is None else end.why
-
-        after.allocation = allocation
-        return after
-
-    def test_it_ends_after_its_idle_timeout(self, world, why_after):
-        assert why_after(6) == ""
-        assert (world.run / "session").read_text() == "session_1"
-        world.rows.append({"submission_id": "one", "status": "RUNNING"})
-        assert why_after(100) == ""
-        world.rows[0]["status"] = "SUCCEEDED"
-        assert why_after(6) == ""
-        assert why_after(59) == ""
-        assert why_after(6) == "no job has run for 60 s"
-        assert json.loads((world.run / TABLE).read_text())[-1] == world.rows[0]
-
-    def test_it_ends_when_the_last_user_has_left(self, world, why_after):
-        user = world.path / USERS / "me"
-        user.touch()
-        why_after(6)
-        assert why_after(6) == ""
-        user.unlink()
-        assert why_after(6) == "", "nobody has released it"
-        (world.path / RELEASED).touch()
-        (world.path / KEEP).touch()
-        assert why_after(6) == ""
-        (world.path / KEEP).unlink()
-        assert why_after(6) == "its last user has left, and no job runs"
-
-    def test_a_client_stops_it_without_slurm(self, world, why_after):
-        """Slurm's controller may be away when `nemo-run-ray down` asks it."""
-        assert why_after.allocation.stop_reason() == ""
-        (world.path / STOP).write_text("it was ended by `nemo-run-ray down`\n")
-        assert why_after.allocation.stop_reason() == "it was ended by `nemo-run-ray down`"
 
 
 def test_the_kept_table_has_the_end_that_ray_has_lost(world):
