@@ -67,7 +67,7 @@ class Yard:
         return run.Script(inline=self.program(one.name, one.program))
 
     def start(self, name: str, *steps: Step, **options) -> Started:
-        """Hand an experiment over and leave."""
+        """Submit an experiment and leave."""
         with run.Experiment(name, skip_status_at_exit=True) as experiment:
             for one in steps:
                 executor = RayExecutor(cluster=self._cluster, **one.fields)
@@ -76,8 +76,6 @@ class Yard:
                 )
             experiment.run(**{"detach": True, **options})
         return Started(experiment._id, Path(experiment._exp_dir))
-
-    # ------------------------------------------------------------------ what was told
 
     def told(self) -> list[tuple[str, str, int]]:
         """``begin`` or ``end``, the job and its attempt, in their order."""
@@ -99,14 +97,6 @@ class Yard:
         begin = told.index(("begin", second, 1))
         ends = [n for n, (what, name, _) in enumerate(told) if (what, name) == ("end", first)]
         return bool(ends) and max(ends) < begin
-
-    def most_at_once(self) -> int:
-        """How many attempts ran at the same time, at most."""
-        now = most = 0
-        for what, _, _ in self.told():
-            now += 1 if what == "begin" else -1
-            most = max(most, now)
-        return most
 
     def check(self) -> None:
         """Whatever happened, no attempt began twice and no two of a job lived at once."""

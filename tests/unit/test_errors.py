@@ -87,16 +87,3 @@ def test_a_notebook_prints_the_paragraph(monkeypatch):
     assert __file__ in shown[1]
     monkeypatch.setenv(VARIABLE, "1")
     assert caught.value._render_traceback_()[0] == "Traceback (most recent call last):"
-
-
-_FULL = f"""\
-import os, nemo_run as run
-from nemo_run_ray import RayExecutor
-
-no_room = '''
-def makedirs(path, **_):
-    raise OSError(28, "No space left on device", str(path))
-'''
-exec(compile(no_room, os.__file__, "exec"), vars(os))
-run.run(run.Script(inline="true"), executor=RayExecutor(address="{_NOBODY}"), name="x")
-"""

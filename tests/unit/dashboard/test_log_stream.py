@@ -111,8 +111,3 @@ def test_a_stream_is_not_redirected_and_its_headers_reach_nobody_else(head):
         assert [sent["x-proxy-token"] for sent in head.asked] == ["secret"] * 2
     finally:
         other.close()
-
-
-def test_bytes_that_are_no_text_do_not_end_a_log(head):
-    head.texts = [b"\xff\n"]
-    assert next(head.api.tail_log("job", lambda: True)) == "\ufffd\n"

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
-from nemo_run.core.packaging.pattern import PatternPackager
 from ray._private.runtime_env.packaging import unzip_package
 
 from nemo_run_ray.errors import ArchiveTooLarge, PackagingFailed
@@ -88,13 +87,6 @@ def test_what_travels(pack, hostile):
         "bin/tool": b"#!/bin/sh\n",
         f"deep/{name}": b"x",
         "empty": b"",
-    }
-
-
-def test_the_manifest_keeps_executables_and_symlinks(pack):
-    assert _manifest(pack(*_TREE)) == {
-        "executables": ["bin/tool"],
-        "symlinks": {"bin/latest": "tool"},
     }
 
 
@@ -222,15 +214,6 @@ def tree(tmp_path, monkeypatch):
     (folder / "data é").write_text("data")
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     return folder
-
-
-def test_pattern_packager(tree, tmp_path, monkeypatch):
-    monkeypatch.chdir(tree)
-    patterns = [f"{tree}/pkg", f"{tree}/tool"]
-    packager = PatternPackager(include_pattern=patterns, relative_path=[str(tree)] * 2)
-    found = _code_of(packager, tmp_path)
-    assert set(_unzip(found)) == {MANIFEST, "pkg/a b.py", "tool"}
-    assert _manifest(found)["executables"] == ["tool"]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.experiment import dispatch
 from nemo_run_ray.experiment.job import cancel_all
-from nemo_run_ray.remote.status import JobState
+from nemo_run_ray.remote.status import JobExit, JobState
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
 from tests.unit.experiment.conftest import Handed
 
@@ -102,9 +102,15 @@ def test_a_whole_chain_is_cancelled_by_one_claim(ray, unique):
 
 
 def test_one_job_of_a_chain_that_waits_is_claimed(ray, unique):
-    handed = Handed(ray, unique, "first", "second after first", "other")
+    names = ("first", "second after first", "third after second", "other")
+    handed = Handed(ray, unique, *names, retries=3)
     ray.fates[f"{handed.id}.first"] = GOES_ON
     ray.dispatch(handed.dispatch.spec, rounds=2)
     assert handed.jobs["second"].cancel().state is JobState.CANCELLED
     assert list(ray.claims) == [f"{handed.id}.second"]
     assert handed.states()["first"] == "RUNNING"
+    del ray.fates[f"{handed.id}.first"]
+    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
+    expected = {"first": "SUCCEEDED", "second": "CANCELLED", "third": "CANCELLED"}
+    assert handed.states() == {**expected, "other": "SUCCEEDED"}
+    assert handed.jobs["third"].status.detail == "upstream second was cancelled"

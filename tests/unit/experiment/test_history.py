@@ -21,7 +21,7 @@ from nemo_run_ray.experiment.store import (
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.spec import NONCE_KEY
 from nemo_run_ray.remote.status import CLAIM_KEY, JobState, attempt_id
-from tests.fake_ray import FAILS, NODE, FakeRay, Trouble, fake_ray
+from tests.fake_ray import FAILS, NODE, FakeRay, Trouble
 from tests.unit.experiment.conftest import Handed
 
 
@@ -99,17 +99,6 @@ def test_the_logs_of_all_attempts(ray, unique):
     (text,) = kept(handed).values()
     assert text.startswith("first\nnemo_run_ray| attempt ")
     assert text.endswith("2\nsecond\n")
-
-
-def test_it_is_read_when_the_cluster_is_gone(unique):
-    with fake_ray(now=time.time()) as ray:
-        handed = Handed(ray, unique, "job", "chained after job")
-        ray.logs.update({f"{handed.id}.{job}": f"{job} says\n" for job in ("job", "chained")})
-        ray.dispatch(handed.dispatch.spec, rounds=20)
-        assert handed.record() == {"job": "SUCCEEDED", "chained": "SUCCEEDED"}
-    for job in ("job", "chained"):
-        assert invoke("logs", unique, "--job", job) == f"{job} says\n"
-        assert "".join(handed.jobs[job].log()) == f"{job} says\n"
 
 
 def test_it_is_read_when_the_cluster_has_forgotten_the_job(ray, unique):

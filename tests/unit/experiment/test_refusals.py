@@ -40,14 +40,11 @@ class Server(http.server.ThreadingHTTPServer):
         self,
         answers: dict[str, object],
         context: ssl.SSLContext | None = None,
-        redirect: str | None = None,
     ) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 found = answers.get(self.path, answers.get("*"))
-                self.send_response(301 if redirect else 404 if found is None else 200)
-                if redirect:
-                    self.send_header("Location", redirect)
+                self.send_response(404 if found is None else 200)
                 self.end_headers()
                 text = found if isinstance(found, str) else json.dumps(found)
                 self.wfile.write(text.encode())
@@ -77,8 +74,8 @@ class Server(http.server.ThreadingHTTPServer):
 def server():
     servers: list[Server] = []
 
-    def serve(answers, context=None, redirect=None) -> str:
-        servers.append(Server(answers, context, redirect))
+    def serve(answers, context=None) -> str:
+        servers.append(Server(answers, context))
         return servers[-1].url
 
     yield serve

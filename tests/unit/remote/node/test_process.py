@@ -134,13 +134,6 @@ def test_a_signals_death_is_named(start, name):
     assert kept.ending == f"killed by {name} (exit code {code})"
 
 
-def test_words_arrive_as_they_are(start_python, hostile):
-    words = ["", " ", "$HOME", "*", "`id`", "$(id)", "a\nb", "--", "'", '"', "\\", "é漢", hostile]
-    kept = start_python("import json; print(json.dumps(sys.argv[1:]))", *words)
-    assert kept.end() == 0
-    assert json.loads(kept.output) == words
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
