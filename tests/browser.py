@@ -1,6 +1,5 @@
 """A headless Chromium, through DevTools' protocol."""
 
-import base64
 import json
 import os
 import shutil
@@ -81,9 +80,6 @@ class Tab:
         for kind in ("mouseMoved", *(("mousePressed", "mouseReleased") if click else ())):
             button = {"button": "left", "clickCount": 1} if click else {}
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
-
-    def picture(self) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot")["data"])
 
     def close(self) -> None:
         self._session = ""

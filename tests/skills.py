@@ -66,7 +66,7 @@ def imported(folder: Path) -> Iterator[SimpleNamespace]:
             del sys.modules[name]
 
 
-def hand_over_served_task(
+def submit_served_task(
     folder: Path, cluster: str, title: str, container: str, ports: tuple[int, int], **fields: object
 ) -> run.Experiment:
     """A client with a server and a sandbox of its own, submitted as NeMo-Skills does.

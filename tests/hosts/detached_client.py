@@ -1,4 +1,4 @@
-"""A user's program: hands a chain of twelve jobs over and dies at once.
+"""A user's program: submits a chain of twelve jobs and dies at once.
 
 ``detached_client.py URL TITLE FOLDER``; the token is in RAY_AUTH_TOKEN, NeMo-Run's home in
 NEMORUN_HOME. The first job ends when the folder has a file ``go``.

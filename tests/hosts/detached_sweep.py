@@ -1,4 +1,4 @@
-"""A user's program: hands a chain with an array of a thousand elements over and dies at once.
+"""A user's program: submits a chain with an array of a thousand elements and dies at once.
 
 ``detached_sweep.py URL TITLE FOLDER``; the token is in RAY_AUTH_TOKEN, NeMo-Run's home in
 NEMORUN_HOME. Elements from 500 on end when the folder has a file ``go``.

@@ -61,7 +61,7 @@ class Step:
 FLAKY = "test $NEMO_RUN_ATTEMPT -ge 3 || exit 5"
 
 
-def hand_over(title: str, cluster: Cluster, folder: Path, *steps: Step, **common) -> str:
+def submit(title: str, cluster: Cluster, folder: Path, *steps: Step, **common) -> str:
     """Hand a chain over and leave; the experiment's id.
 
     Args:

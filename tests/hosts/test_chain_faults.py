@@ -24,7 +24,7 @@ from nemo_run_ray.experiment.store import Ledger
 from nemo_run_ray.remote.status import JobState, Reason, is_pending
 from tests.conftest import wait_for
 from tests.hosts.conftest import HEAD, TOKEN, Hosts
-from tests.hosts.steps import FLAKY, Step, complaints, hand_over, starts
+from tests.hosts.steps import FLAKY, Step, complaints, starts, submit
 
 WAY = 8267
 ON_WORKERS = {"label_selector": {"pool": "in(gpu,cpu)"}}
@@ -142,7 +142,7 @@ def strike(
     """Hand a chain over, strike it, and check that everything ended as it had to."""
     folder.mkdir()
     cluster = ExistingCluster(url=f"http://{HEAD}:{WAY}", token=TOKEN)
-    name = hand_over(title, cluster, folder, *STEPS, max_in_flight=3)
+    name = submit(title, cluster, folder, *STEPS, max_in_flight=3)
     (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
     (dispatch,) = dispatches_of(exp_dir)
     record = next(iter(Ledger(exp_dir).jobs().values())).cluster
@@ -191,7 +191,7 @@ def test_what_a_lost_head_had_is_lost(hosts, unique, tmp_path):
     """Without the tables in Redis nobody knows how the jobs ended."""
     tmp_path.joinpath("run").mkdir()
     steps = (Step("one", fields=ON_WORKERS), Step("two", ("one",), 600, fields=ON_WORKERS))
-    name = hand_over(unique, hosts.cluster, tmp_path / "run", *steps, Step("three", ("two",)))
+    name = submit(unique, hosts.cluster, tmp_path / "run", *steps, Step("three", ("two",)))
     (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
     jobs = {job.name: job for job in jobs_of(exp_dir)}
     wait_for(lambda: jobs["two"].status.state is JobState.RUNNING)

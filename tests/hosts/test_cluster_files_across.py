@@ -166,7 +166,7 @@ def test_a_task_of_nemo_skills_across_the_pools(hosts, unique, tmp_path, monkeyp
     for variable in ("HOSTS_TOKEN", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(variable, TOKEN)
     ports = (port, port + 1)
-    exp = skills.hand_over_served_task(tmp_path / "site", "hosts", unique, "client", ports)
+    exp = skills.submit_served_task(tmp_path / "site", "hosts", unique, "client", ports)
     job = find_job(f"{exp._id}.t")
     wait_for(lambda: job.status.state.is_terminal, 120)
     told = [line.strip() for line in job.output()]

@@ -12,7 +12,7 @@ from nemo_run_ray.remote.status import JobState, Reason
 from tests.conftest import wait_for
 from tests.hosts.conftest import Hosts
 from tests.hosts.head import bed
-from tests.hosts.steps import Step, hand_over
+from tests.hosts.steps import Step, submit
 
 ON_N2 = {"label_selector": {"pool": "gpu"}, "cpus_per_node": 0.5}
 
@@ -37,7 +37,7 @@ def test_a_log_that_is_read_harms_no_job_that_fails_now(hosts: Hosts, unique, tm
     folder.mkdir()
     names = ("long", "one", "two")
     steps = (Step(name, end=f"{until(f'end-{name}')}; exit 5", fields=ON_N2) for name in names)
-    hand_over(unique, hosts.cluster, folder, *steps)
+    submit(unique, hosts.cluster, folder, *steps)
     jobs = {job.name: job for job in find(unique)}
     wait_for(lambda: all(job.status.state is JobState.RUNNING for job in jobs.values()))
 
@@ -61,7 +61,7 @@ def test_an_end_while_the_head_is_away_for_long(hosts: Hosts, unique, tmp_path, 
     """Ray's supervisor gives the head 30 s, and then it writes that the command did not start."""
     folder = tmp_path / "run"
     folder.mkdir()
-    hand_over(unique, hosts.cluster, folder, Step("one", end=f"sleep 5; exit {code}", fields=ON_N2))
+    submit(unique, hosts.cluster, folder, Step("one", end=f"sleep 5; exit {code}", fields=ON_N2))
     (job,) = find(unique)
     wait_for(lambda: job.status.state is JobState.RUNNING)
     hosts.head.kill()

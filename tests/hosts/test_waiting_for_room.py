@@ -5,7 +5,7 @@ import pytest
 from nemo_run_ray.experiment.job import find_job
 from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
 from tests.conftest import wait_for
-from tests.hosts.steps import Step, complaints, hand_over, starts
+from tests.hosts.steps import Step, complaints, starts, submit
 
 #: The only one of its kind in the cluster.
 ROOM = {"resources_per_node": {"worker": 2}}
@@ -15,7 +15,7 @@ COUNT = 64
 @pytest.mark.soak
 def test_sixty_four_jobs_in_the_room_of_one(hosts, unique, tmp_path):
     steps = [Step(f"job{number}", seconds=1, fields=ROOM) for number in range(COUNT)]
-    name = hand_over(unique, hosts.cluster, tmp_path, *steps, max_in_flight=COUNT)
+    name = submit(unique, hosts.cluster, tmp_path, *steps, max_in_flight=COUNT)
     jobs = [find_job(f"{name}.{step.name}") for step in steps]
 
     wait_for(lambda: all(job.status.state.is_terminal for job in jobs), within_s=1200)

@@ -74,7 +74,7 @@ def test_server_client_and_sandbox(folder, unique):
         for holder in (one, other):
             holder.bind(("127.0.0.1", 0))
         ports = (one.getsockname()[1], other.getsockname()[1])
-    exp = skills.hand_over_served_task(
+    exp = skills.submit_served_task(
         folder / "site", "my-ray", unique, "a", ports, python=sys.executable
     )
     job = find_job(f"{exp._id}.t")

@@ -6,7 +6,7 @@ from nemo_run_ray import LocalCluster
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.experiment.job import find_job
 from tests.conftest import wait_for
-from tests.hosts.steps import Step, complaints, hand_over, starts
+from tests.hosts.steps import Step, complaints, starts, submit
 
 LIMIT_S = 15
 #: All that the cluster has.
@@ -30,7 +30,7 @@ def test_a_start_that_ray_gave_up_is_made_again(impatient, unique, tmp_path):
         Step(f"job{n}", fields=ROOM, end=f"until test -e {tmp_path}/go; do sleep 0.2; done")
         for n in range(2)
     ]
-    name = hand_over(unique, impatient, tmp_path, *steps, max_in_flight=2)
+    name = submit(unique, impatient, tmp_path, *steps, max_in_flight=2)
     jobs = [find_job(f"{name}.{step.name}") for step in steps]
     api = JobsApi.of(impatient.connect())
 

@@ -23,7 +23,7 @@ _ASKS = {
 _TOO_LARGE = {"too_large": {"cpus_per_node": 16, "pending_timeout_s": 600}}
 
 
-def hand_over(title: str, tasks: dict[str, dict]) -> dict[str, RemoteJob]:
+def submit(title: str, tasks: dict[str, dict]) -> dict[str, RemoteJob]:
     with run.Experiment(title, skip_status_at_exit=True) as experiment:
         for name, fields in tasks.items():
             executor = RayExecutor(**fields)
@@ -38,10 +38,10 @@ def hand_over(title: str, tasks: dict[str, dict]) -> dict[str, RemoteJob]:
 def jobs(local_cluster) -> Iterator[dict[str, RemoteJob]]:
     """A task that runs, others that cannot, and one of them from a dispatcher."""
     title = f"why{time.time_ns()}"
-    found = hand_over(title, {"holder": {"cpus_per_node": 3}})
+    found = submit(title, {"holder": {"cpus_per_node": 3}})
     wait_for(lambda: found["holder"].status.state is JobState.RUNNING)
-    found |= hand_over(f"{title}a", _ASKS)
-    found |= hand_over(f"{title}b", _TOO_LARGE)
+    found |= submit(f"{title}a", _ASKS)
+    found |= submit(f"{title}b", _TOO_LARGE)
     yield found
     list(cancel_all(list(found.values())))
 

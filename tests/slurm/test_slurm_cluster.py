@@ -490,7 +490,7 @@ for number in range(2):
         assert name.replace("part", "part ") in log
 
 
-#: Hands a chain over to the cluster of the example, and ends.
+#: Submits a chain to the cluster of the example, and ends.
 _CHAIN = """
 import sys
 import nemo_run as run

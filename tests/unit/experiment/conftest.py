@@ -28,7 +28,7 @@ def fresh_tables(monkeypatch) -> None:
     monkeypatch.setattr(jobs, "TABLE_AGE_S", 0.0)
 
 
-class Handed:
+class Submitted:
     """One experiment on a simulated Ray.
 
     Attributes:
@@ -39,7 +39,7 @@ class Handed:
     def __init__(
         self, ray: FakeRay, title: str, *tasks: str, sequential: bool = False, **fields
     ) -> None:
-        """Hand tasks over and leave.
+        """Submit tasks and leave.
 
         Args:
             ray: where.

@@ -10,14 +10,14 @@ from nemo_run_ray.experiment.job import note_ends
 from nemo_run_ray.experiment.store import TERMINAL, store_of
 from nemo_run_ray.remote.status import JobState, JobStatus
 from tests.fake_ray import FakeRay
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
-def _stop_by_force(handed: Handed) -> dict[str, str]:
+def _stop_by_force(submitted: Submitted) -> dict[str, str]:
     """Note the ends of an experiment's jobs; what is written down then, by the job's name."""
-    (api, *_) = (job.api() for job in handed.jobs.values())
+    (api, *_) = (job.api() for job in submitted.jobs.values())
     assert list(note_ends(api, is_forced=True)) == []
-    found = store_of(handed.exp_dir).ledger.jobs().values()
+    found = store_of(submitted.exp_dir).ledger.jobs().values()
     jobs = [record for record in found if not record.is_dispatcher]
     return {record.job: record.terminal.state.value if record.terminal else "" for record in jobs}
 
@@ -29,21 +29,24 @@ def _at_second_look(ray: FakeRay, event: Callable[[], object]) -> None:
 
 
 def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique):
-    handed = Handed(ray, unique, "job")
+    submitted = Submitted(ray, unique, "job")
     status = JobStatus(JobState.SUCCEEDED).to_json()
-    ledger = store_of(handed.exp_dir).ledger
-    _at_second_look(ray, lambda: ledger.write(TERMINAL, f"{handed.id}.job", status=status))
-    assert _stop_by_force(handed) == {"job": "SUCCEEDED"}
+    ledger = store_of(submitted.exp_dir).ledger
+    _at_second_look(ray, lambda: ledger.write(TERMINAL, f"{submitted.id}.job", status=status))
+    assert _stop_by_force(submitted) == {"job": "SUCCEEDED"}
 
 
 def test_a_job_that_ends_while_others_are_looked_at_has_its_own_end(ray, unique):
-    handed = Handed(ray, unique, "one", "two")
+    submitted = Submitted(ray, unique, "one", "two")
     _at_second_look(ray, lambda: [row.update(status="SUCCEEDED") for row in ray.rows.values()])
-    assert _stop_by_force(handed) == {"one": "SUCCEEDED", "two": "SUCCEEDED"}
+    assert _stop_by_force(submitted) == {"one": "SUCCEEDED", "two": "SUCCEEDED"}
 
 
 def test_an_experiment_that_cannot_be_read_keeps_no_other_from_being_noted(ray, unique):
-    broken, whole = Handed(ray, f"a{unique}", "job", retries=1), Handed(ray, f"b{unique}", "job")
+    broken, whole = (
+        Submitted(ray, f"a{unique}", "job", retries=1),
+        Submitted(ray, f"b{unique}", "job"),
+    )
     (broken.dispatch.folder / "dispatch.json").write_text("{")
     del Dispatch.of(broken.exp_dir, broken.dispatch.id).spec  # as in another process
     (job,) = whole.jobs.values()
@@ -53,14 +56,14 @@ def test_an_experiment_that_cannot_be_read_keeps_no_other_from_being_noted(ray, 
 
 
 def test_many_jobs_are_one_question(ray, unique):
-    handed = Handed(ray, unique, *(f"job{number}" for number in range(20)))
+    submitted = Submitted(ray, unique, *(f"job{number}" for number in range(20)))
     before = len(ray.requests)
-    assert set(_stop_by_force(handed).values()) == {"CANCELLED"}
+    assert set(_stop_by_force(submitted).values()) == {"CANCELLED"}
     assert ray.requests[before:].count(("GET", "/api/jobs/")) <= 3
 
 
 def test_what_was_lost_before_was_not_stopped(ray, unique, monkeypatch):
     monkeypatch.setattr(snapshots, "_RECOVERS_S", 0.0)
-    handed = Handed(ray, unique, "lost", "here")
-    del ray.rows[f"{handed.id}.lost"]
-    assert _stop_by_force(handed) == {"lost": "", "here": "CANCELLED"}
+    submitted = Submitted(ray, unique, "lost", "here")
+    del ray.rows[f"{submitted.id}.lost"]
+    assert _stop_by_force(submitted) == {"lost": "", "here": "CANCELLED"}

@@ -11,7 +11,7 @@ from nemo_run_ray.experiment import dispatch
 from nemo_run_ray.experiment.job import cancel_all
 from nemo_run_ray.remote.status import JobExit, JobState
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,11 @@ def time_passes(monkeypatch, ray):
 
 
 @pytest.fixture
-def one(ray, unique) -> Handed:
-    handed = Handed(ray, unique, "job", grace_s=1)
-    ray.fates[f"{handed.id}.job"] = GOES_ON
-    ray.rows[f"{handed.id}.job"].update(status="RUNNING", driver_node_id=NODE)
-    return handed
+def one(ray, unique) -> Submitted:
+    submitted = Submitted(ray, unique, "job", grace_s=1)
+    ray.fates[f"{submitted.id}.job"] = GOES_ON
+    ray.rows[f"{submitted.id}.job"].update(status="RUNNING", driver_node_id=NODE)
+    return submitted
 
 
 def test_a_stop_that_gets_lost_is_asked_for_again(ray, one):
@@ -42,13 +42,15 @@ def test_a_stop_that_gets_lost_is_asked_for_again(ray, one):
 @pytest.mark.parametrize("trouble", [Trouble(503, "restarting"), Trouble()], ids=["503", "dropped"])
 @pytest.mark.parametrize("task", ["job", "job after first"])
 def test_a_look_that_gets_no_answer_is_taken_again(ray, unique, task, trouble):
-    handed = Handed(ray, unique, "first", task) if " " in task else Handed(ray, unique, task)
+    submitted = (
+        Submitted(ray, unique, "first", task) if " " in task else Submitted(ray, unique, task)
+    )
     if " " in task:
-        ray.dispatch(handed.dispatch.spec, rounds=3)
-    ray.fates[f"{handed.id}.job"] = GOES_ON
+        ray.dispatch(submitted.dispatch.spec, rounds=3)
+    ray.fates[f"{submitted.id}.job"] = GOES_ON
     lost = iter([trouble])
     ray.trouble = lambda method, path: next(lost, None)
-    assert handed.jobs["job"].cancel().state is JobState.CANCELLED
+    assert submitted.jobs["job"].cancel().state is JobState.CANCELLED
 
 
 def test_a_job_that_never_ends_is_an_error_that_names_it(ray, one):
@@ -70,47 +72,47 @@ def test_a_job_that_waits_for_room_is_stopped_until_ray_holds_it_back(ray, one):
 
 
 def test_an_id_of_a_stranger_is_left_alone(ray, unique):
-    handed = Handed(ray, unique, "job")
-    ray.rows[f"{handed.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
+    submitted = Submitted(ray, unique, "job")
+    ray.rows[f"{submitted.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
     ray.requests.clear()
-    assert handed.jobs["job"].cancel().state is JobState.FAILED
+    assert submitted.jobs["job"].cancel().state is JobState.FAILED
     assert ray.writes == []
 
 
 def test_one_that_does_not_end_keeps_no_other_from_it(ray, unique):
-    handed = Handed(ray, unique, *(f"job{number}" for number in range(12)))
-    for job in handed.jobs.values():
+    submitted = Submitted(ray, unique, *(f"job{number}" for number in range(12)))
+    for job in submitted.jobs.values():
         ray.fates[job.id] = GOES_ON
-    stubborn, stop = f"{handed.id}.job0", ray._stop
+    stubborn, stop = f"{submitted.id}.job0", ray._stop
     ray._stop = lambda name: (200, "{}") if name == stubborn else stop(name)
     with pytest.raises(ClusterError, match=stubborn):
-        list(cancel_all(list(handed.jobs.values())))
-    states = handed.states()
+        list(cancel_all(list(submitted.jobs.values())))
+    states = submitted.states()
     assert states.pop("job0") != "CANCELLED"
     assert set(states.values()) == {"CANCELLED"}
 
 
 def test_a_whole_chain_is_cancelled_by_one_claim(ray, unique):
-    handed = Handed(ray, unique, "first", "second after first", "third after second")
-    ray.fates[f"{handed.id}.first"] = GOES_ON
-    ray.dispatch(handed.dispatch.spec, rounds=2)
-    told = list(cancel_all(list(handed.jobs.values())))
-    assert handed.states() == dict.fromkeys(("first", "second", "third"), "CANCELLED")
+    submitted = Submitted(ray, unique, "first", "second after first", "third after second")
+    ray.fates[f"{submitted.id}.first"] = GOES_ON
+    ray.dispatch(submitted.dispatch.spec, rounds=2)
+    told = list(cancel_all(list(submitted.jobs.values())))
+    assert submitted.states() == dict.fromkeys(("first", "second", "third"), "CANCELLED")
     assert [one.split(" ")[0] for one in told] == ["first", "second", "third"]
-    assert list(ray.claims) == [handed.dispatch.spec.cancel_id]
-    assert ray.stops == [f"{handed.id}.first"]
+    assert list(ray.claims) == [submitted.dispatch.spec.cancel_id]
+    assert ray.stops == [f"{submitted.id}.first"]
 
 
 def test_one_job_of_a_chain_that_waits_is_claimed(ray, unique):
     names = ("first", "second after first", "third after second", "other")
-    handed = Handed(ray, unique, *names, retries=3)
-    ray.fates[f"{handed.id}.first"] = GOES_ON
-    ray.dispatch(handed.dispatch.spec, rounds=2)
-    assert handed.jobs["second"].cancel().state is JobState.CANCELLED
-    assert list(ray.claims) == [f"{handed.id}.second"]
-    assert handed.states()["first"] == "RUNNING"
-    del ray.fates[f"{handed.id}.first"]
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
+    submitted = Submitted(ray, unique, *names, retries=3)
+    ray.fates[f"{submitted.id}.first"] = GOES_ON
+    ray.dispatch(submitted.dispatch.spec, rounds=2)
+    assert submitted.jobs["second"].cancel().state is JobState.CANCELLED
+    assert list(ray.claims) == [f"{submitted.id}.second"]
+    assert submitted.states()["first"] == "RUNNING"
+    del ray.fates[f"{submitted.id}.first"]
+    assert ray.dispatch(submitted.dispatch.spec, rounds=30) == JobExit.SOME_FAILED
     expected = {"first": "SUCCEEDED", "second": "CANCELLED", "third": "CANCELLED"}
-    assert handed.states() == {**expected, "other": "SUCCEEDED"}
-    assert handed.jobs["third"].status.detail == "upstream second was cancelled"
+    assert submitted.states() == {**expected, "other": "SUCCEEDED"}
+    assert submitted.jobs["third"].status.detail == "upstream second was cancelled"

@@ -23,7 +23,7 @@ from nemo_run_ray.remote.status import file_of
 from tests.array_tasks import train
 from tests.conftest import wait_for
 from tests.fake_ray import GOES_ON, SUCCEEDS
-from tests.unit.experiment.conftest import ArrayDriver, Handed
+from tests.unit.experiment.conftest import ArrayDriver, Submitted
 
 pytestmark = pytest.mark.usefixtures("fresh_tables")
 
@@ -143,7 +143,7 @@ def test_a_selection_that_is_none_is_refused(job, driver):
 def test_a_job_that_is_no_array_and_one_that_has_not_begun_say_so(ray, unique, job):
     with pytest.raises(JobError, match="Nothing is known of the elements of 'array' yet"):
         job.select_elements()
-    other = Handed(ray, f"{unique}b", "plain").jobs["plain"]
+    other = Submitted(ray, f"{unique}b", "plain").jobs["plain"]
     with pytest.raises(JobError, match="The job 'plain' is no array"):
         other.cancel_elements("3")
 

@@ -9,21 +9,21 @@ import nemo_run_ray
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment.store import find_experiment
 from nemo_run_ray.nemo import registry
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
 def test_an_id_a_title_a_handle_and_a_jobs_id(ray, unique):
-    handed = Handed(ray, unique, "one", "two")
-    for name in (handed.id, unique):
+    submitted = Submitted(ray, unique, "one", "two")
+    for name in (submitted.id, unique):
         assert {one.name for one in nemo_run_ray.find(name)} == {"one", "two"}
-    job = f"{handed.id}.two"
+    job = f"{submitted.id}.two"
     for name in (job, registry.handle(job)):
         (found,) = nemo_run_ray.find(name)
         assert (found.id, found.name) == (job, "two")
 
 
 def test_the_newest_experiment_of_a_title(ray, unique):
-    first, second = Handed(ray, unique, "one"), Handed(ray, unique, "two")
+    first, second = Submitted(ray, unique, "one"), Submitted(ray, unique, "two")
     assert first.id != second.id
     assert find_experiment(unique) == second.exp_dir
 
@@ -36,19 +36,19 @@ def test_a_name_of_nothing(name):
 
 
 def test_an_experiment_that_has_submitted_nothing(ray, unique):
-    handed = Handed(ray, unique, "one")
-    os.remove(handed.exp_dir / "ray_jobs.jsonl")
+    submitted = Submitted(ray, unique, "one")
+    os.remove(submitted.exp_dir / "ray_jobs.jsonl")
     with pytest.raises(JobError, match="has submitted nothing to Ray") as caught:
-        nemo_run_ray.find(handed.id)
-    assert f"nemo-run-ray resume {handed.id}" in str(caught.value)
+        nemo_run_ray.find(submitted.id)
+    assert f"nemo-run-ray resume {submitted.id}" in str(caught.value)
 
 
 def test_a_folder_that_was_copied_to_another_home_is_found_there(
     ray, unique, tmp_path, monkeypatch
 ):
-    handed = Handed(ray, unique, "one")
-    copy = tmp_path / "experiments" / unique / handed.id
-    shutil.copytree(handed.exp_dir, copy)
+    submitted = Submitted(ray, unique, "one")
+    copy = tmp_path / "experiments" / unique / submitted.id
+    shutil.copytree(submitted.exp_dir, copy)
     monkeypatch.setattr("nemo_run_ray.experiment.store.get_nemorun_home", lambda: str(tmp_path))
     assert find_experiment(unique) == copy
 
@@ -63,6 +63,6 @@ def test_a_misspelt_title_or_id_is_told_of_the_nearest_one(home):
 @pytest.mark.parametrize("words", [("b", "c", "a"), ("b", "late after b", "a", "z after late")])
 def test_jobs_come_in_the_order_in_which_they_were_added(ray, unique, words):
     """However they are submitted: at once by several threads, or by a dispatcher."""
-    handed = Handed(ray, unique, *words)
+    submitted = Submitted(ray, unique, *words)
     names = [word.partition(" ")[0] for word in words]
-    assert [job.name for job in nemo_run_ray.find(handed.id)] == names
+    assert [job.name for job in nemo_run_ray.find(submitted.id)] == names

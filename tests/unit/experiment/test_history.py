@@ -22,7 +22,7 @@ from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.spec import NONCE_KEY
 from nemo_run_ray.remote.status import CLAIM_KEY, JobState, attempt_id
 from tests.fake_ray import FAILS, NODE, FakeRay, Trouble
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +36,19 @@ def invoke(*words: str) -> str:
     return done.stdout
 
 
-def kept(handed: Handed) -> dict[str, str]:
+def kept(submitted: Submitted) -> dict[str, str]:
     """What the folder keeps, by the file's name without the experiment's id."""
     return {
-        path.name.removeprefix(f"{handed.id}."): path.read_text()
-        for path in (handed.exp_dir / "ray_logs").glob("*")
+        path.name.removeprefix(f"{submitted.id}."): path.read_text()
+        for path in (submitted.exp_dir / "ray_logs").glob("*")
     }
 
 
-def end(handed: Handed, *jobs: str, log: str = "words of the task\n") -> None:
+def end(submitted: Submitted, *jobs: str, log: str = "words of the task\n") -> None:
     for job in jobs:
-        name = f"{handed.id}.{job}"
-        handed.ray.rows[name].update(status="SUCCEEDED", driver_exit_code=0)
-        handed.ray.logs[name] = log
+        name = f"{submitted.id}.{job}"
+        submitted.ray.rows[name].update(status="SUCCEEDED", driver_exit_code=0)
+        submitted.ray.logs[name] = log
 
 
 def log_requests(ray: FakeRay) -> int:
@@ -57,18 +57,18 @@ def log_requests(ray: FakeRay) -> int:
 
 @pytest.mark.parametrize("verb", ["cancel", "status"])
 def test_a_verb_that_waits_keeps_what_ended_before(ray, unique, verb, monkeypatch):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
+    submitted = Submitted(ray, unique, "job")
+    end(submitted, "job")
     monkeypatch.setattr(cli.out, "_force_terminal", True)
     invoke(verb, unique)
-    assert list(kept(handed)) == ["job.log"]
+    assert list(kept(submitted)) == ["job.log"]
 
 
 @pytest.mark.parametrize("copy_s", [0.0, 0.1])
 def test_a_copy_that_takes_long_goes_on_and_what_comes_later_is_read(ray, unique, copy_s):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
-    (job,) = handed.jobs.values()
+    submitted = Submitted(ray, unique, "job")
+    end(submitted, "job")
+    (job,) = submitted.jobs.values()
     may_go = threading.Event()
 
     def trouble(method: str, path: str) -> None:
@@ -81,32 +81,32 @@ def test_a_copy_that_takes_long_goes_on_and_what_comes_later_is_read(ray, unique
     assert history.record([(job, job.look(snapshot))], snapshot, copy_s=copy_s) == []
     assert job.wait(timeout_s=copy_s).state is JobState.SUCCEEDED
     assert time.monotonic() - began_at < 10
-    assert "job.log" not in kept(handed)
+    assert "job.log" not in kept(submitted)
     may_go.set()
-    assert handed.record() == {"job": "SUCCEEDED"}
-    assert list(kept(handed)) == ["job.log"]
-    end(handed, "job", log="words of the task\nlast words\n")
+    assert submitted.record() == {"job": "SUCCEEDED"}
+    assert list(kept(submitted)) == ["job.log"]
+    end(submitted, "job", log="words of the task\nlast words\n")
     assert invoke("logs", unique) == "words of the task\nlast words\n"
 
 
 def test_the_logs_of_all_attempts(ray, unique):
-    handed = Handed(ray, unique, "job", retries=1)
-    name = f"{handed.id}.job"
+    submitted = Submitted(ray, unique, "job", retries=1)
+    name = f"{submitted.id}.job"
     ray.fates[name] = FAILS
     ray.logs.update({name: "first\n", f"{name}@2": "second\n"})
-    ray.dispatch(handed.dispatch.spec, rounds=20)
-    assert handed.record() == {"job": "SUCCEEDED"}
-    (text,) = kept(handed).values()
+    ray.dispatch(submitted.dispatch.spec, rounds=20)
+    assert submitted.record() == {"job": "SUCCEEDED"}
+    (text,) = kept(submitted).values()
     assert text.startswith("first\nnemo_run_ray| attempt ")
     assert text.endswith("2\nsecond\n")
 
 
 def test_it_is_read_when_the_cluster_has_forgotten_the_job(ray, unique):
-    handed = Handed(ray, unique, "job", keep_logs_max_bytes=10)
-    end(handed, "job", log="long before\nend\n")
-    handed.record()
+    submitted = Submitted(ray, unique, "job", keep_logs_max_bytes=10)
+    end(submitted, "job", log="long before\nend\n")
+    submitted.record()
     assert invoke("logs", unique) == "long before\nend\n", "the cluster has all of it"
-    del ray.rows[f"{handed.id}.job"], ray.logs[f"{handed.id}.job"]
+    del ray.rows[f"{submitted.id}.job"], ray.logs[f"{submitted.id}.job"]
     assert invoke("logs", unique).endswith("\nend\n")
 
 
@@ -115,25 +115,25 @@ def test_it_is_read_when_the_cluster_has_forgotten_the_job(ray, unique):
 )
 def test_a_log_that_cannot_be_had_now_is_kept_by_a_later_look(ray, unique, trouble, monkeypatch):
     monkeypatch.setattr(history, "_COPY_AGAIN_S", 0.0)
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
+    submitted = Submitted(ray, unique, "job")
+    end(submitted, "job")
     ray.trouble = lambda method, path: trouble if path.endswith("/logs") else None
-    assert handed.record() == {"job": "SUCCEEDED"}
-    assert kept(handed) == {}
+    assert submitted.record() == {"job": "SUCCEEDED"}
+    assert kept(submitted) == {}
     ray.trouble = lambda method, path: None
-    assert handed.record() == {"job": "SUCCEEDED"}
-    assert list(kept(handed)) == ["job.log"]
+    assert submitted.record() == {"job": "SUCCEEDED"}
+    assert list(kept(submitted)) == ["job.log"]
 
 
 def test_a_log_that_the_cluster_does_not_have_is_given_up(ray, unique):
-    handed = Handed(ray, unique, "job")
-    end(handed, "job")
+    submitted = Submitted(ray, unique, "job")
+    end(submitted, "job")
     ray.trouble = lambda method, path: Trouble(404, "no") if path.endswith("/logs") else None
-    assert handed.record() == {"job": "SUCCEEDED"}
+    assert submitted.record() == {"job": "SUCCEEDED"}
     before = log_requests(ray)
-    assert handed.record() == {"job": "SUCCEEDED"}
+    assert submitted.record() == {"job": "SUCCEEDED"}
     assert log_requests(ray) == before
-    assert kept(handed) == {}
+    assert kept(submitted) == {}
 
 
 @given(
@@ -168,7 +168,7 @@ def test_a_second_file_is_written_where_its_folder_belongs_on_this_machine(tmp_p
 
 
 def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):
-    (job,) = Handed(ray, unique, "job").jobs.values()
+    (job,) = Submitted(ray, unique, "job").jobs.values()
 
     def dies():
         yield "one\ntw"
@@ -182,7 +182,7 @@ def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):
 
 
 def test_of_a_log_whose_end_alone_is_kept_nothing_is_told_twice(ray, unique):
-    (job,) = Handed(ray, unique, "job").jobs.values()
+    (job,) = Submitted(ray, unique, "job").jobs.values()
 
     def dies():
         yield "one\n"
@@ -197,7 +197,7 @@ def test_of_a_log_whose_end_alone_is_kept_nothing_is_told_twice(ray, unique):
 
 def test_a_reader_of_several_attempts_gets_the_rest_of_the_last_one(ray, unique, tmp_path):
     """What its cluster left has the same text, with the same lines between the attempts."""
-    (job,) = Handed(ray, unique, "job", retries=1).jobs.values()
+    (job,) = Submitted(ray, unique, "job", retries=1).jobs.values()
     for number, text in enumerate(["first\n", "second\nhal"], start=1):
         (tmp_path / attempt_id(job.id, number)).write_text(text)
 
@@ -227,8 +227,8 @@ def _row(status: str, nonce: str = "n", posted: int = 1000, ended: int = 0, **me
 
 def test_the_attempts_of_a_job_in_the_table(ray, unique):
     """Claims, and attempts of others, are none of them."""
-    handed = Handed(ray, unique, "a", retries=3)
-    (job,) = handed.jobs.values()
+    submitted = Submitted(ray, unique, "a", retries=3)
+    (job,) = submitted.jobs.values()
     nonce = job.record.nonces[0]
     ray.rows.update(
         {
@@ -247,25 +247,25 @@ def test_the_attempts_of_a_job_in_the_table(ray, unique):
 
 
 def test_who_has_just_seen_it_wait_sees_when_it_begins(ray, unique):
-    handed = Handed(ray, unique, "watched", "late")
+    submitted = Submitted(ray, unique, "watched", "late")
     for name, row in ray.rows.items():
         row.update(status="PENDING" if "late" not in name else "RUNNING", start_time=1000)
-    handed.record()
+    submitted.record()
     for row in ray.rows.values():
         row["status"] = "RUNNING"
     before = time.time()
-    handed.record()
-    attempts = {name: job.record.attempts[job.id] for name, job in handed.jobs.items()}
+    submitted.record()
+    attempts = {name: job.record.attempts[job.id] for name, job in submitted.jobs.items()}
     assert before <= attempts["watched"].running_at <= time.time()
     assert attempts["late"].running_at is None, "it ran when it was first seen"
 
 
 def test_a_start_that_nobody_saw_is_read_from_the_end_record(ray, unique):
-    handed = Handed(ray, unique, "job", keep_logs_max_bytes=0)
-    end(handed, "job")
-    nonce = handed.jobs["job"].record.nonces[-1]
-    name = f"{handed.id}.job"
+    submitted = Submitted(ray, unique, "job", keep_logs_max_bytes=0)
+    end(submitted, "job")
+    nonce = submitted.jobs["job"].record.nonces[-1]
+    name = f"{submitted.id}.job"
     ray.logs[name] = "words\n" + EndRecord(0, "NONE", "exit code 0", began_at=5.25).line(nonce)
     ray.rows[name].update(driver_node_id=NODE, start_time=1000)
-    handed.record()
-    assert handed.jobs["job"].record.attempts[name].running_at == 5.25
+    submitted.record()
+    assert submitted.jobs["job"].record.attempts[name].running_at == 5.25

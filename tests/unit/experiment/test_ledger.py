@@ -25,7 +25,7 @@ from nemo_run_ray.experiment.store import (
 from nemo_run_ray.ids import LEDGER, job_id
 from nemo_run_ray.remote.spec import read
 from nemo_run_ray.remote.status import JobStatus
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 _INTENT = {"job": "j", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
 _STATUS = {
@@ -198,17 +198,18 @@ def full_after(monkeypatch):
 def test_a_disk_that_is_full_before_the_request_leaves_nothing_submitted(ray, unique, full_after):
     full_after(0)
     with pytest.raises(SubmissionError, match=r"was not submitted, as .*No space left") as caught:
-        Handed(ray, unique, "job")
+        Submitted(ray, unique, "job")
     assert f"/{LEDGER} cannot be written" in str(caught.value)
     assert ray.started == []
 
 
 def test_a_disk_that_is_full_after_the_request_leaves_the_job_alone(ray, unique, full_after):
     warnings = full_after(1)
-    handed = Handed(ray, unique, "job")
-    assert ray.started == [f"{handed.id}.job"]
-    assert handed.states() == {"job": "PENDING"}
+    submitted = Submitted(ray, unique, "job")
+    assert ray.started == [f"{submitted.id}.job"]
+    assert submitted.states() == {"job": "PENDING"}
     (warning,) = warnings
     assert (
-        f"{LEDGER} cannot be written: No space left on device. The job {handed.id}.job" in warning
+        f"{LEDGER} cannot be written: No space left on device. The job {submitted.id}.job"
+        in warning
     )

@@ -19,7 +19,7 @@ from nemo_run_ray.experiment.dispatch import tend
 from nemo_run_ray.remote.spec import status_file_name
 from tests import warm
 from tests.fake_ray import NODE, FakeRay
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
 def invoke(*words: str) -> str:
@@ -48,31 +48,33 @@ READS: dict[str, Callable[[str, FakeRay], object]] = {
 
 
 @pytest.fixture
-def direct(ray: FakeRay, unique: str) -> Handed:
+def direct(ray: FakeRay, unique: str) -> Submitted:
     """Jobs without a dispatcher: one has ended, one goes on although it was cancelled."""
-    handed = Handed(ray, unique, "ended", "goes-on", "starts")
-    ray.rows[f"{handed.id}.ended"].update(status="SUCCEEDED", driver_exit_code=0)
-    ray.logs[f"{handed.id}.ended"] = "words\n"
-    ray.rows[f"{handed.id}.goes-on"].update(status="RUNNING", driver_node_id="a node that is gone")
-    ray.rows[f"{handed.id}.starts"]["start_time"] -= 3_600_000
-    handed.claim("goes-on")
-    return handed
+    submitted = Submitted(ray, unique, "ended", "goes-on", "starts")
+    ray.rows[f"{submitted.id}.ended"].update(status="SUCCEEDED", driver_exit_code=0)
+    ray.logs[f"{submitted.id}.ended"] = "words\n"
+    ray.rows[f"{submitted.id}.goes-on"].update(
+        status="RUNNING", driver_node_id="a node that is gone"
+    )
+    ray.rows[f"{submitted.id}.starts"]["start_time"] -= 3_600_000
+    submitted.claim("goes-on")
+    return submitted
 
 
 @pytest.fixture
-def submitted(ray: FakeRay, unique: str) -> Handed:
+def chain(ray: FakeRay, unique: str) -> Submitted:
     """A chain whose dispatcher has died after the first job."""
-    handed = Handed(ray, unique, "ended", "next after ended")
-    ray.dispatch(handed.dispatch.spec, rounds=3)
-    ray.logs[f"{handed.id}.ended"] = "words\n"
-    ray.rows[handed.dispatch.id].update(status="FAILED", message="killed")
-    return handed
+    submitted = Submitted(ray, unique, "ended", "next after ended")
+    ray.dispatch(submitted.dispatch.spec, rounds=3)
+    ray.logs[f"{submitted.id}.ended"] = "words\n"
+    ray.rows[submitted.dispatch.id].update(status="FAILED", message="killed")
+    return submitted
 
 
-@pytest.fixture(params=["direct", "submitted"])
-def handed(request) -> Handed:
+@pytest.fixture(params=["direct", "chain"])
+def submitted(request) -> Submitted:
     """Either, beside jobs of a stranger's that look as if nobody looked after them."""
-    found: Handed = request.getfixturevalue(request.param)
+    found: Submitted = request.getfixturevalue(request.param)
     found.stranger("theirs-waits", "PENDING")
     found.stranger("theirs-runs", "RUNNING", driver_node_id="a node that is gone")
     found.ray.requests.clear()
@@ -88,21 +90,21 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("verb", READS)
-def test_a_verb_that_reads_writes_nothing(handed, unique, verb, tmp_path, monkeypatch):
+def test_a_verb_that_reads_writes_nothing(submitted, unique, verb, tmp_path, monkeypatch):
     file = tmp_path / "cluster_configs" / "a-file.yaml"
     file.parent.mkdir()
-    file.write_text(f"cluster: {{address: '{handed.ray.url}'}}\n")
+    file.write_text(f"cluster: {{address: '{submitted.ray.url}'}}\n")
     monkeypatch.chdir(tmp_path)
-    handed.ray.takes_writes = False
+    submitted.ray.takes_writes = False
     home = Path(get_nemorun_home())
-    before, files = json.dumps(handed.ray.rows), files_of(home)
+    before, files = json.dumps(submitted.ray.rows), files_of(home)
     handler, logger = signal.getsignal(signal.SIGINT), logging.getLogger("httpx")
     level, handlers = logger.level, list(logger.handlers)
-    READS[verb](unique, handed.ray)
+    READS[verb](unique, submitted.ray)
     assert files_of(home) == files
-    assert handed.ray.requests or verb == "a dry run"
-    assert handed.ray.writes == []
-    assert json.dumps(handed.ray.rows) == before
+    assert submitted.ray.requests or verb == "a dry run"
+    assert submitted.ray.writes == []
+    assert json.dumps(submitted.ray.rows) == before
     assert signal.getsignal(signal.SIGINT) is handler
     assert (logger.level, logger.handlers) == (level, handlers)
     assert logger.filter(logging.makeLogRecord({"name": "httpx", "levelno": logging.INFO}))
@@ -126,18 +128,18 @@ def test_an_import_changes_no_logger_and_no_signal_handler(tmp_path):
     assert done.stdout == "True\n", done.stderr
 
 
-def test_what_is_not_ours_is_not_tended(handed):
-    theirs = {name: dict(handed.ray.rows[name]) for name in ("theirs-waits", "theirs-runs")}
+def test_what_is_not_ours_is_not_tended(submitted):
+    theirs = {name: dict(submitted.ray.rows[name]) for name in ("theirs-waits", "theirs-runs")}
     for _ in range(3):
-        tend(handed.exp_dir)
-    assert handed.ray.writes, "ours is looked after"
-    assert all("theirs" not in path for _, path in handed.ray.requests)
-    assert all("theirs" not in body.decode(errors="replace") for body in handed.ray.sent)
-    assert {name: handed.ray.rows[name] for name in theirs} == theirs
+        tend(submitted.exp_dir)
+    assert submitted.ray.writes, "ours is looked after"
+    assert all("theirs" not in path for _, path in submitted.ray.requests)
+    assert all("theirs" not in body.decode(errors="replace") for body in submitted.ray.sent)
+    assert {name: submitted.ray.rows[name] for name in theirs} == theirs
 
 
 def test_one_answer_comes_from_one_look(ray, unique):
-    Handed(ray, unique, *(f"job{number}" for number in range(5)))
+    Submitted(ray, unique, *(f"job{number}" for number in range(5)))
     ray.requests.clear()
     invoke("status", "--json", unique)
     assert [path for _, path in ray.requests if path == "/api/jobs/"] == ["/api/jobs/"]
@@ -156,8 +158,8 @@ def test_one_answer_comes_from_one_look(ray, unique):
     ],
 )
 def test_one_look_has_an_exit_code_that_says_how_the_jobs_are(ray, unique, states, code):
-    handed = Handed(ray, unique, *(f"job{number}" for number in range(len(states))))
-    for job, state in zip(handed.jobs.values(), states, strict=True):
+    submitted = Submitted(ray, unique, *(f"job{number}" for number in range(len(states))))
+    for job, state in zip(submitted.jobs.values(), states, strict=True):
         ray.rows[job.id].update(status=state)
         if state is None:  # the cluster has no record of it any more
             del ray.rows[job.id]
@@ -172,8 +174,8 @@ _WORDS = "[/x] \x1b]0;mine\x07\x1b[31mred\x1b[0m\x9b2J"
 @pytest.mark.parametrize("verb", ["status", "cancel", "clusters", "doctor"])
 def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypatch):
     """A host's name, a message and a file's words neither style a terminal nor end a verb."""
-    handed = Handed(ray, unique, "group", nodes=2)
-    job = handed.jobs["group"]
+    submitted = Submitted(ray, unique, "group", nodes=2)
+    job = submitted.jobs["group"]
     ray.rows[job.id].update(status="FAILED", driver_node_id=NODE, message=_WORDS)
     row = {"role": _WORDS, "replica": 0, "service": False, "state": "ended", "exit_code": 1}
     row["node"] = NODE
@@ -201,9 +203,9 @@ def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypa
 
 @pytest.mark.parametrize("words", [["status", "--once"], ["status", "--json"], ["logs"]])
 def test_a_full_disk_behind_standard_output_is_one_sentence(ray, unique, words, capfd, monkeypatch):
-    handed = Handed(ray, unique, "job")
-    ray.rows[f"{handed.id}.job"].update(status="FAILED")
-    ray.logs[f"{handed.id}.job"] = "words\n"
+    submitted = Submitted(ray, unique, "job")
+    ray.rows[f"{submitted.id}.job"].update(status="FAILED")
+    ray.logs[f"{submitted.id}.job"] = "words\n"
     capfd.readouterr()
     with open("/dev/full", "w") as full, monkeypatch.context() as patched:
         patched.setattr("sys.stdout", full)

@@ -7,33 +7,33 @@ from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.remote.status import JobExit
 from tests.conftest import refused
 from tests.fake_ray import FakeRay
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
-def outside(handed: Handed) -> dict[str, list[str]]:
+def outside(submitted: Submitted) -> dict[str, list[str]]:
     """What each job waits for in other experiments."""
-    return {job.name: [one.id for one in job.outside] for job in handed.dispatch.spec.jobs}
+    return {job.name: [one.id for one in job.outside] for job in submitted.dispatch.spec.jobs}
 
 
 @pytest.fixture
-def prep(ray: FakeRay, unique: str) -> Handed:
-    return Handed(ray, f"{unique}-prep", "a", "b")
+def prep(ray: FakeRay, unique: str) -> Submitted:
+    return Submitted(ray, f"{unique}-prep", "a", "b")
 
 
 @pytest.mark.parametrize("by", ["title", "id"])
 def test_all_jobs_of_the_experiment_must_have_succeeded(ray, unique, prep, by):
     name = f"{unique}-prep" if by == "title" else prep.id
-    handed = Handed(ray, unique, "job", "next after job", dependencies=[name])
+    submitted = Submitted(ray, unique, "job", "next after job", dependencies=[name])
     ids = [f"{prep.id}.a", f"{prep.id}.b"]
-    assert {name: sorted(found) for name, found in outside(handed).items()} == {
+    assert {name: sorted(found) for name, found in outside(submitted).items()} == {
         "job": ids,
         "next": ids,  # NeMo-Run has put the handle of the job into the field
     }
-    assert {job.name: job.after for job in handed.dispatch.spec.jobs}["next"] == ("job",)
-    ray.dispatch(handed.dispatch.spec, rounds=1)
-    assert f"{handed.id}.job" not in ray.started
+    assert {job.name: job.after for job in submitted.dispatch.spec.jobs}["next"] == ("job",)
+    ray.dispatch(submitted.dispatch.spec, rounds=1)
+    assert f"{submitted.id}.job" not in ray.started
     ray.pass_time(1.0)
-    assert ray.dispatch(handed.dispatch.spec, rounds=30) == JobExit.SUCCEEDED
+    assert ray.dispatch(submitted.dispatch.spec, rounds=30) == JobExit.SUCCEEDED
 
 
 def test_an_experiment_whose_jobs_cannot_be_read_here_is_refused(ray, unique, prep):
@@ -45,9 +45,9 @@ def test_an_experiment_whose_jobs_cannot_be_read_here_is_refused(ray, unique, pr
 
 
 def test_the_newest_of_a_title_and_never_the_experiment_itself(ray, unique):
-    Handed(ray, unique, "job")
-    second = Handed(ray, unique, "job")
-    third = Handed(ray, unique, "job", dependencies=[unique])
+    Submitted(ray, unique, "job")
+    second = Submitted(ray, unique, "job")
+    third = Submitted(ray, unique, "job", dependencies=[unique])
     assert outside(third) == {"job": [f"{second.id}.job"]}
 
 

@@ -11,7 +11,7 @@ from nemo_run_ray.experiment.store import store_of
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import EXIT_CODE_IS_LOST, GOES_ON, NODE, SUCCEEDS, Trouble
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +20,13 @@ def no_pause(monkeypatch):
 
 
 @pytest.fixture
-def one(ray, unique) -> Handed:
-    return Handed(ray, unique, "job")
+def one(ray, unique) -> Submitted:
+    return Submitted(ray, unique, "job")
 
 
-def status_of(handed: Handed, name: str = "job") -> JobStatus:
+def status_of(submitted: Submitted, name: str = "job") -> JobStatus:
     """As a process that knows nothing sees it now."""
-    return handed.jobs[name].status_in(Snapshot(is_fresh=True))
+    return submitted.jobs[name].status_in(Snapshot(is_fresh=True))
 
 
 def test_a_cluster_that_was_started_anew_has_lost_it(ray, one):
@@ -62,17 +62,17 @@ def test_a_cluster_that_does_not_answer_leaves_it_unknown(ray, one, trouble):
 
 @pytest.mark.parametrize("fields", [{}, {"retries": 1}])
 def test_a_cluster_that_does_not_answer_leaves_node_and_attempt(ray, unique, fields):
-    handed = Handed(ray, unique, "job", **fields)
+    submitted = Submitted(ray, unique, "job", **fields)
     if fields:
-        ray.fates[f"{handed.id}.job"] = GOES_ON
-        ray.dispatch(handed.dispatch.spec, rounds=2)
-    ray.rows[f"{handed.id}.job"].update(status="RUNNING", driver_node_id=NODE)
-    handed.record()
+        ray.fates[f"{submitted.id}.job"] = GOES_ON
+        ray.dispatch(submitted.dispatch.spec, rounds=2)
+    ray.rows[f"{submitted.id}.job"].update(status="RUNNING", driver_node_id=NODE)
+    submitted.record()
     ray.trouble = lambda method, path: Trouble()
-    status = status_of(handed)
+    status = status_of(submitted)
     assert (status.state, status.node, status.attempt) == (JobState.UNKNOWN, NODE, 1)
     ray.requests.clear()
-    job = handed.jobs["job"]
+    job = submitted.jobs["job"]
     job.record = replace(job.record, has_roles=True)
     assert job.roles(status) is None
     assert ray.requests == []

@@ -5,7 +5,7 @@ import pytest
 from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 _SETTING_UP = "2026-11-22 04:53:24,072\tINFO job_manager.py:581 -- Runtime env is setting up."
 _LEFT = "no process of it is left on its node"
@@ -29,7 +29,7 @@ _DOUBT = "its node abcdefabcdef did not confirm that all its processes ended"
     ],
 )
 def test_what_may_remain_of_a_cancelled_job(ray, unique, monkeypatch, lines, leftover):
-    job = Handed(ray, unique, "job").jobs["job"]
+    job = Submitted(ray, unique, "job").jobs["job"]
     nonce = job.record.nonces[-1]
     shown = [line if isinstance(line, str) else line.line(nonce) for line in lines]
     monkeypatch.setattr(StateApi, "last_lines", lambda *_: shown)

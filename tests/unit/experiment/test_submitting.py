@@ -1,4 +1,4 @@
-"""Handing jobs over, on a simulated Ray that refuses, and loses requests and answers."""
+"""Submitting jobs, on a simulated Ray that refuses, and loses requests and answers."""
 
 import contextlib
 import threading
@@ -20,7 +20,7 @@ from nemo_run_ray.experiment import dispatch as submitting
 from nemo_run_ray.experiment.store import find_experiment, store_of
 from nemo_run_ray.remote.status import JobState, Reason
 from tests.fake_ray import FakeRay, Trouble, of_the_agent
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
 def on_posts(*troubles: Trouble) -> Callable[[str, str], Trouble | None]:
@@ -36,7 +36,7 @@ AWAY = Trouble()
 def refused(kind: type[NemoRunRayError], ray: FakeRay, title: str, *tasks: str, **fields) -> str:
     """The error of a submission; nothing was started."""
     with pytest.raises(kind) as caught:
-        Handed(ray, title, *tasks, **fields)
+        Submitted(ray, title, *tasks, **fields)
     assert ray.started == []
     return str(caught.value)
 
@@ -59,9 +59,9 @@ def test_exactly_one_job_comes_of_a_request(ray, unique, tasks, troubles):
     ray.trouble = on_posts(*troubles)
     if troubles[0].status == 200:  # nobody knows what that was: it is an error, and it is noted
         with pytest.raises(NemoRunRayError, match="not a Ray dashboard"):
-            Handed(ray, unique, *tasks)
+            Submitted(ray, unique, *tasks)
     else:
-        assert set(Handed(ray, unique, *tasks).states().values()) <= {"PENDING", "WAITING"}
+        assert set(Submitted(ray, unique, *tasks).states().values()) <= {"PENDING", "WAITING"}
     assert len(ray.started) == 1
 
 
@@ -97,7 +97,7 @@ def test_every_request_is_made_again_when_an_answer_says_later(ray, unique, task
         return Trouble(status, "slow down")
 
     ray.trouble = later
-    Handed(ray, unique, *tasks)
+    Submitted(ray, unique, *tasks)
     assert len(ray.started) == 1
     assert {method for method, _ in asked} == {"GET", "PUT", "POST"}
 
@@ -111,7 +111,7 @@ def test_a_submission_that_is_not_taken_says_so_and_ends_by_ctrl_c(ray, unique, 
 
     def submit() -> None:
         with contextlib.suppress(NemoRunRayError):
-            Handed(ray, unique, "job")
+            Submitted(ray, unique, "job")
 
     thread = threading.Thread(target=submit)
     thread.start()
@@ -145,7 +145,7 @@ def test_when_nobody_can_tell_what_became_of_it(ray, unique, monkeypatch):
 
 
 def test_an_id_that_another_run_has_is_a_conflict(ray, unique):
-    first = Handed(ray, unique, "job")
+    first = Submitted(ray, unique, "job")
     ray.rows[f"{first.id}.job"]["metadata"] = {"nemo_run_ray": "theirs"}
     real = ray.add
 
@@ -161,12 +161,12 @@ def test_an_id_that_another_run_has_is_a_conflict(ray, unique):
 
     ray.trouble = taken
     with pytest.raises(Conflict, match="another run") as caught:
-        Handed(ray, unique, "job")
+        Submitted(ray, unique, "job")
     assert "python theirs.py" in str(caught.value)
     assert len(ray.started) == 1
 
 
 def test_more_jobs_than_the_client_submits_at_once_get_a_dispatcher(ray, unique):
-    handed = Handed(ray, unique, *(f"job{number}" for number in range(17)))
-    assert ray.started == [handed.dispatch.id]
-    assert set(handed.states().values()) == {"WAITING"}
+    submitted = Submitted(ray, unique, *(f"job{number}" for number in range(17)))
+    assert ray.started == [submitted.dispatch.id]
+    assert set(submitted.states().values()) == {"WAITING"}

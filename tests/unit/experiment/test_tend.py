@@ -6,15 +6,15 @@ import pytest
 
 from nemo_run_ray.experiment.dispatch import resume, tend
 from nemo_run_ray.experiment.store import store_of
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 
 @pytest.fixture
-def stopped(ray, unique) -> Handed:
+def stopped(ray, unique) -> Submitted:
     """A chain whose dispatcher was stopped before anything was done."""
-    handed = Handed(ray, unique, "first", "second after first")
-    ray.rows[handed.dispatch.id]["status"] = "STOPPED"
-    return handed
+    submitted = Submitted(ray, unique, "first", "second after first")
+    ray.rows[submitted.dispatch.id]["status"] = "STOPPED"
+    return submitted
 
 
 def test_a_dead_dispatcher_is_started_again_and_goes_on(ray, stopped, caplog):
@@ -38,13 +38,13 @@ def test_one_that_had_no_time_is_left_to_the_next_allocation(ray, stopped, ended
 
 
 def test_a_dispatch_that_is_being_submitted_is_left_to_its_client(ray, unique):
-    handed = Handed(ray, unique, "first", "second after first")
-    del ray.rows[handed.dispatch.id]
-    write = store_of(handed.exp_dir).ledger.path
+    submitted = Submitted(ray, unique, "first", "second after first")
+    del ray.rows[submitted.dispatch.id]
+    write = store_of(submitted.exp_dir).ledger.path
     lines = write.read_text().splitlines()
     write.write_text("".join(f"{line}\n" for line in lines if '"submitted"' not in line))
     ray.requests.clear()
-    tend(handed.exp_dir)
+    tend(submitted.exp_dir)
     assert ray.writes == []
 
 
@@ -58,18 +58,18 @@ def test_a_folder_that_cannot_be_written_to_ends_no_wait(ray, stopped, monkeypat
 
 
 def test_a_job_that_starts_although_it_was_cancelled_is_stopped(ray, unique):
-    handed = Handed(ray, unique, "one", "other")
+    submitted = Submitted(ray, unique, "one", "other")
     for name in ("one", "other"):
-        ray.rows[f"{handed.id}.{name}"].update(status="RUNNING", driver_node_id=ray.alive[0])
-    handed.claim("one")
-    tend(handed.exp_dir)
-    assert ray.stops == [f"{handed.id}.one"]
+        ray.rows[f"{submitted.id}.{name}"].update(status="RUNNING", driver_node_id=ray.alive[0])
+    submitted.claim("one")
+    tend(submitted.exp_dir)
+    assert ray.stops == [f"{submitted.id}.one"]
 
 
 def test_one_of_ours_that_nobody_looks_after_wakes_ray(ray, unique):
-    handed = Handed(ray, unique, "one")
-    ray.rows[f"{handed.id}.one"].update(status="RUNNING", driver_node_id="gone")
+    submitted = Submitted(ray, unique, "one")
+    ray.rows[f"{submitted.id}.one"].update(status="RUNNING", driver_node_id="gone")
     accepted = len(ray.bodies)
-    tend(handed.exp_dir)
+    tend(submitted.exp_dir)
     assert ray.posts() == 2
     assert len(ray.bodies) == accepted, "nothing came of the second request"

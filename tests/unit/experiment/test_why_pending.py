@@ -10,7 +10,7 @@ from nemo_run_ray.remote.fit import ResourceRequest
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 from tests.fake_ray import FakeRay, Trouble
 from tests.rooms import FakeNode, actor, room, supervisor, tables
-from tests.unit.experiment.conftest import Handed
+from tests.unit.experiment.conftest import Submitted
 
 NODE = FakeNode("a", {"CPU": 8.0}, labels={"kind": "x"})
 
@@ -35,20 +35,20 @@ def test_those_who_hold_most_come_first():
 
 
 @pytest.fixture(params=[{}, {"pending_timeout_s": 600}])
-def waiting(request, ray: FakeRay, unique: str) -> Handed:
+def waiting(request, ray: FakeRay, unique: str) -> Submitted:
     """A task that was submitted a minute ago: directly, and by a dispatcher."""
-    handed = Handed(ray, unique, "job", cpus_per_node=2, **request.param)
+    submitted = Submitted(ray, unique, "job", cpus_per_node=2, **request.param)
     if request.param:
-        ray.fates[f"{handed.id}.job"] = {"status": "PENDING"}
-        ray.dispatch(handed.dispatch.spec, rounds=1)
-    ray.rows[f"{handed.id}.job"]["start_time"] -= 60_000
+        ray.fates[f"{submitted.id}.job"] = {"status": "PENDING"}
+        ray.dispatch(submitted.dispatch.spec, rounds=1)
+    ray.rows[f"{submitted.id}.job"]["start_time"] -= 60_000
     ray.tables = tables(NODE, actors=[supervisor("exp.a", NODE, CPU=7.0)])
     ray.requests.clear()
-    return handed
+    return submitted
 
 
-def status_of(handed: Handed) -> JobStatus:
-    return handed.jobs["job"].status_in(Snapshot(is_fresh=True))
+def status_of(submitted: Submitted) -> JobStatus:
+    return submitted.jobs["job"].status_in(Snapshot(is_fresh=True))
 
 
 def test_a_task_says_what_it_waits_for(waiting):
@@ -90,8 +90,8 @@ def test_without_actors_it_is_not_known_what_is_free(waiting, ray):
 
 
 def test_a_task_that_reserves_nothing_asks_nothing(ray, unique):
-    handed = Handed(ray, unique, "job")
-    ray.rows[f"{handed.id}.job"]["start_time"] -= 60_000
+    submitted = Submitted(ray, unique, "job")
+    ray.rows[f"{submitted.id}.job"]["start_time"] -= 60_000
     ray.requests.clear()
-    assert status_of(handed).reason is Reason.NONE
+    assert status_of(submitted).reason is Reason.NONE
     assert {path for _, path in ray.requests} == {"/api/jobs/"}

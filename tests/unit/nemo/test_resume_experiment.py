@@ -15,7 +15,7 @@ from tests.fake_ray import SUCCEEDS, FakeRay, Trouble
 JOBS = ("first", "second")
 
 
-def hand_over(ray: FakeRay, title: str, *names: str, local: bool = False, in_order: bool = False):
+def unsubmitted(ray: FakeRay, title: str, *names: str, local: bool = False, in_order: bool = False):
     """An experiment whose requests never arrive."""
     ray.trouble = lambda method, path: Trouble(200, "a page") if path == "/api/version" else None
     with run.Experiment(title, skip_status_at_exit=True, threadpool_workers=1) as experiment:
@@ -34,7 +34,7 @@ def hand_over(ray: FakeRay, title: str, *names: str, local: bool = False, in_ord
 
 
 def test_jobs_that_never_arrived_are_submitted_once(ray, unique):
-    experiment = hand_over(ray, unique, "first", "second")
+    experiment = unsubmitted(ray, unique, "first", "second")
     with pytest.raises(JobError, match=f"submitted nothing.*resume {experiment._id}"):
         find(experiment._id)
     assert list(resume_experiment(experiment)) == ["first: submitted", "second: submitted"]
@@ -45,7 +45,7 @@ def test_jobs_that_never_arrived_are_submitted_once(ray, unique):
 
 
 def test_a_chain_whose_dispatcher_died_is_left_to_a_new_one(ray, unique):
-    experiment = hand_over(ray, unique, "first", "second", in_order=True)
+    experiment = unsubmitted(ray, unique, "first", "second", in_order=True)
     list(resume_experiment(experiment))
     (dispatcher,) = ray.started
     ray.rows[dispatcher]["status"] = "STOPPED"
@@ -57,7 +57,7 @@ def test_a_chain_whose_dispatcher_died_is_left_to_a_new_one(ray, unique):
 
 
 def test_a_chain_that_is_over_is_so_without_its_cluster(ray, unique):
-    experiment = hand_over(ray, unique, "first", "second", in_order=True)
+    experiment = unsubmitted(ray, unique, "first", "second", in_order=True)
     list(resume_experiment(experiment))
     (dispatcher,) = ray.started
     folder = find_experiment(unique)
@@ -72,7 +72,7 @@ def test_a_chain_that_is_over_is_so_without_its_cluster(ray, unique):
 
 
 def test_what_nemo_run_keeps_in_order_waits_for_its_turn(ray, unique):
-    experiment = hand_over(ray, unique, *JOBS, local=True, in_order=True)
+    experiment = unsubmitted(ray, unique, *JOBS, local=True, in_order=True)
     told = dict(one.split(": ", 1) for one in resume_experiment(experiment))
     assert told["first"] == "submitted"
     assert told["second"] == (

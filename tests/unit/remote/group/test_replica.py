@@ -91,9 +91,6 @@ class Site(Relayed):
         self.until("prepared")
         self.start()
 
-    def end(self) -> None:
-        self.order({"do": "end"})
-
     def processes(self) -> set[int]:
         """The role's, wherever they went."""
         return holding(f"NEMO_RUN_RAY_TAG={self.tag}", "environ")
@@ -130,9 +127,9 @@ def make(relays, tag, temporary) -> Iterator[Callable[..., Site]]:
     """Makes actors, one after the other on the same node; gives their replicas."""
     made: list[Site] = []
 
-    def begin(name: str = "") -> Site:
+    def begin() -> Site:
         number = len(made)
-        folder = temporary / f"{tag}.{number}{name}"
+        folder = temporary / f"{tag}.{number}"
         folder.mkdir()
         place = (f"{tag}/{number}", f"{tag}.{number}~train-0", "group.replica")
         made.append(Site(relays.Relay(str(folder), *place), folder, place))
