@@ -340,13 +340,16 @@ def status_of_row(row: JobRow) -> JobStatus:
             return JobStatus(state, reason, cause, node)
     lines = [line for line in log.splitlines() if not _FRAME.search(line)]
     if not any(line.startswith("nemo_run_ray| ") for line in lines):  # such a line says it itself
-        end = "\n".join([cause, *lines[-3:]]).rstrip()  # fiddle adds a line
+        first = [line for line in lines if _MAIN in line]
+        end = "\n".join([cause, *first, *lines[-3:]]).rstrip()  # fiddle adds a line
         hints = ((pattern.search(end), text) for pattern, text in _HINTS)
         cause += next((text.format(match[1]) for match, text in hints if match), "")
     return JobStatus(state, reason, cause, node, tail="\n".join(lines))
 
 
 _SHIPS = "the executor's `packager` ships files to it"
+#: NeMo-Run's warning that it could not run the script of a function of `__main__`.
+_MAIN = "Failed to load external main: "
 #: Ends of a log behind the cause, and what they mean.
 _HINTS = (
     (

@@ -109,6 +109,12 @@ def test_a_signal_is_named(code, name):
         ),
         (
             1,
+            "WARNING:root:Failed to load external main: No module named 'helper'\n1\n2\n3\n4\n"
+            "AttributeError: module '__main__' has no attribute 'task'",
+            "the module 'helper' is not on",
+        ),
+        (
+            1,
             "python: Error while finding module specification for 'nemo_run.core.runners' "
             "(ModuleNotFoundError: No module named 'nemo_run')",
             "the module 'nemo_run' is not on that node; the executor's `packager`",
