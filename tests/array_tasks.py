@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -53,16 +52,6 @@ def waits(path: str) -> None:
         time.sleep(0.02)
 
 
-_KEPT: list[Any] = []
-
-
-def does(path: str) -> None:
-    """Runs a program, which finds in ``kept`` what others of its process have put there."""
-    names = {"kept": _KEPT, "pid": os.getpid(), "index": os.environ["NEMO_RUN_ARRAY_INDEX"]}
-    modules = {one.__name__: one for one in (os, signal, subprocess, sys, time)}
-    exec(path, {**names, **modules, "Path": Path})
-
-
 def locks(folder: str, seconds: float, number: int) -> None:
     """Holds a lock while it runs, and notes its beginning, its end, and a lock that is held."""
     place = Path(folder)
@@ -88,8 +77,3 @@ def starts_a_process(text: str) -> None:
     process.start()
     process.join()
     sys.exit(process.exitcode)
-
-
-def executes(text: str) -> None:
-    """Executes a program."""
-    exec(text)

@@ -37,26 +37,20 @@ def step(name: str, program: str = "true", after: str = "", **fields) -> Step:
 
 
 class Yard:
-    """The folder in which the jobs of a test tell what they do, and wait for its gates to open."""
+    """The folder in which the jobs of a test tell what they do, and wait for its gate to open."""
 
     def __init__(self, folder: Path, cluster: Cluster) -> None:
         self.folder = folder
         self._cluster = cluster
-        self._gates: set[str] = set()
 
-    def gate(self, name: str = "go") -> str:
+    def gate(self) -> str:
         """A program that waits for the gate."""
-        self._gates.add(name)
-        path = self.folder / f"gate-{name}"
+        path = self.folder / "gate"
         tries = GATE_S * 10
         return f"for i in $(seq {tries}); do [ -e {path} ] && break; sleep 0.1; done; [ -e {path} ]"
 
-    def open(self, name: str = "go") -> None:
-        (self.folder / f"gate-{name}").touch()
-
-    def open_all(self) -> None:
-        for name in self._gates:
-            self.open(name)
+    def open(self) -> None:
+        (self.folder / "gate").touch()
 
     def program(self, name: str, program: str) -> str:
         """The program of a job, which tells when each attempt begins and ends."""

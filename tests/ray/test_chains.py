@@ -24,7 +24,7 @@ def yard(tmp_path, existing):
     """Where a test's jobs meet; whatever the test is about, nothing ran twice."""
     yard = Yard(tmp_path, existing)
     yield yard
-    yard.open_all()
+    yard.open()
     yard.check()
 
 

@@ -193,16 +193,16 @@ def test_what_nobody_uses_is_stopped_after_a_while(home, monkeypatch, fields, ta
 SESSION = "session_2026-11-22_10-00-00_1_1"
 
 
-def _dead(tmp_path: Path, number: int = 1, session: str = SESSION) -> LocalState:
+def _dead(tmp_path: Path) -> LocalState:
     """A cluster whose first process was killed, with the log of one job."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     born = process_identity(process.pid)
-    root = tmp_path / f"nray-{number}"
-    logs = root / "r" / session / "logs"
+    root = tmp_path / "nray-1"
+    logs = root / "r" / SESSION / "logs"
     logs.mkdir(parents=True)
     (root / MARKER).touch()
     (logs / "job-driver-x_1.job.log").write_text("its line\n")
-    (root / "r" / "session_latest").symlink_to(session)
+    (root / "r" / "session_latest").symlink_to(SESSION)
     process.kill()
     process.communicate()
     return LocalState(pid=process.pid, born=born, url="http://127.0.0.1:1", root=str(root))

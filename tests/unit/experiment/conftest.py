@@ -17,7 +17,6 @@ from nemo_run_ray.experiment.dispatch import Dispatch, Snapshot, claim, dispatch
 from nemo_run_ray.experiment.job import RemoteJob, jobs_of, record
 from nemo_run_ray.experiment.store import find_experiment
 from nemo_run_ray.remote.array.cancel_request import request_id
-from nemo_run_ray.remote.spec import status_file_name
 from nemo_run_ray.remote.status import file_of
 from tests.fake_ray import FakeRay
 
@@ -36,16 +35,13 @@ class Submitted:
         id: of the experiment.
     """
 
-    def __init__(
-        self, ray: FakeRay, title: str, *tasks: str, sequential: bool = False, **fields
-    ) -> None:
+    def __init__(self, ray: FakeRay, title: str, *tasks: str, **fields) -> None:
         """Submit tasks and leave.
 
         Args:
             ray: where.
             title: of the experiment.
             tasks: ``name``, or ``name after other names``.
-            sequential: one after the other.
             fields: of every executor.
         """
         self.ray = ray
@@ -60,7 +56,7 @@ class Submitted:
                     name=name,
                     dependencies=after.split(),
                 )
-            experiment.run(detach=True, sequential=sequential)
+            experiment.run(detach=True)
         self.id = id_
 
     @property
@@ -113,13 +109,6 @@ class ArrayDriver:
     def tells(self, states: list[list[object]]) -> None:
         name = file_of(self._job.id, "states")
         self._ray.files[name] = "".join(json.dumps(row) + "\n" for row in states)
-
-    def shows(self, **rows: object) -> None:
-        """What it has written of the array as a whole."""
-        counts = ("succeeded", "failed", "cancelled", "running", "waiting", "elements_per_s")
-        shown = {"elements": 3, "left_s": None, "failures": []}
-        shown |= dict.fromkeys(counts, 0) | rows
-        self._ray.files[status_file_name(self._job.id)] = json.dumps(shown)
 
     def takes_request(self, states: list[list[object]]) -> threading.Thread:
         """Take the next request as the driver does, with these states after it."""

@@ -254,14 +254,12 @@ def job_dir(tmp_path):
     return folder
 
 
-def _plan(*argv: str, job: str = "job", **fields: object) -> JobPlan:
-    return JobPlan(job, f"exp.{job}", JobSpec(argv=argv, **fields))
-
-
 def test_the_job_archive(job_dir, tmp_path):
     main = tmp_path / "main"
     main.write_text("x = 1")
-    found = _unzip(job_archive([_plan("true")], {"job": job_dir}, main))
+    found = _unzip(
+        job_archive([JobPlan("job", "exp.job", JobSpec(("true",)))], {"job": job_dir}, main)
+    )
     assert found[f"{JOBS}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"
     assert found[f"{JOBS}/job/scripts/job.sh"] == b"scripts/job.sh"
     assert found[f"{JOBS}/__main__.py"] == b"x = 1"

@@ -78,22 +78,12 @@ def did(decision: Decision, *kinds: Do) -> list[str]:
     return [one.submission_id for one in decision.actions if one.do in kinds]
 
 
-def submitted(
-    plan: DispatchSpec, table: dict[str, Attempt], now: float = NOW, **options
-) -> list[str]:
-    return did(decide(plan, table, now, **options), Do.SUBMIT)
+def submitted(plan: DispatchSpec, table: dict[str, Attempt]) -> list[str]:
+    return did(decide(plan, table, NOW), Do.SUBMIT)
 
 
-def stopped(
-    plan: DispatchSpec, table: dict[str, Attempt], now: float = NOW, **options
-) -> list[str]:
-    return did(decide(plan, table, now, **options), Do.STOP)
-
-
-def status_of(
-    plan: DispatchSpec, table: dict[str, Attempt], name: str, now: float = NOW
-) -> JobStatus:
-    return decide(plan, table, now).statuses[name]
+def status_of(plan: DispatchSpec, table: dict[str, Attempt], name: str) -> JobStatus:
+    return decide(plan, table, NOW).statuses[name]
 
 
 OTHER = OutsideSpec("o.x", ("nonce-x", "nonce-of-an-earlier-run"), "o.dispatcher")

@@ -48,14 +48,12 @@ def _role(
     return RoleSpec("train", JobSpec(argv, **(task or {})), **values)
 
 
-def _preparation(
-    role: RoleSpec, tag: str, run_dir: str, index: int = 0, **values: Any
-) -> dict[str, Any]:
+def _preparation(role: RoleSpec, tag: str, run_dir: str, **values: Any) -> dict[str, Any]:
     """As the driver orders it."""
     return {
         "do": "prepare",
         "role": to_json(role),
-        "index": index,
+        "index": 0,
         "job": "job",
         "run_dir": run_dir,
         "code": "code-1",
@@ -70,9 +68,9 @@ def _preparation(
 class Site(Relayed):
     """What a driver holds of one replica, and the relays of its actor."""
 
-    def prepare(self, role: RoleSpec, index: int = 0, **values: Any) -> None:
-        self._role, self._index = role, index
-        self.order(_preparation(role, self.tag, self.run_dir, index, **values))
+    def prepare(self, role: RoleSpec, **values: Any) -> None:
+        self._role = role
+        self.order(_preparation(role, self.tag, self.run_dir, **values))
 
     def start(self) -> None:
         """With the variables that the driver gives when all replicas are on this node."""
@@ -80,14 +78,14 @@ class Site(Relayed):
         replicas = [("train", index) for index in range(self._role.replicas)]
         env = variables(
             GroupSpec((self._role,)),
-            ("train", self._index),
+            ("train", 0),
             dict.fromkeys(replicas, _LOCAL),
             dict.fromkeys(replicas, ports),
         )
         self.order({"do": "start", "env": env})
 
-    def run(self, role: RoleSpec, index: int = 0, **values: Any) -> None:
-        self.prepare(role, index, **values)
+    def run(self, role: RoleSpec, **values: Any) -> None:
+        self.prepare(role, **values)
         self.until("prepared")
         self.start()
 
@@ -305,7 +303,7 @@ sys.exit(3)
 
 
 def test_orders_are_carried_out_once_and_in_their_order(site):
-    site._role, site._index = _role(_shell("echo x >> ran; cat ran")), 0
+    site._role = _role(_shell("echo x >> ran; cat ran"))
     prepare = _preparation(site._role, site.tag, site.run_dir)
     start, again = {"do": "start", "env": {"N": "1"}}, {"do": "start", "env": {"N": "2"}}
     for number, order in [(1, start), (1, start), (0, prepare), (0, prepare), (1, start)]:

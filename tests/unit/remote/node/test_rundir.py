@@ -1,6 +1,5 @@
 import json
 import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -47,10 +46,6 @@ def run_dir(tmp_path, jobs, code):
     found = RunDir("exp.job", str(tmp_path / "base"))
     found.create(str(jobs), "job", str(code))
     return found
-
-
-def _mode(path: str | Path) -> int:
-    return stat.S_IMODE(os.lstat(path).st_mode)
 
 
 def test_somebody_elses_base_is_refused(tmp_path, jobs):
