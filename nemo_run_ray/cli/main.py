@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import logging
 import math
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
 
 def _complete(incomplete: str) -> list[str]:
     """Titles and ids of experiments, and ids of their jobs, that begin so."""
-    from nemo_run_ray.experiment.job import jobs_of
-    from nemo_run_ray.experiment.store import experiments
+    from nemo_run_ray.experiment.store import experiments, store_of
 
     folders = [
         folder
@@ -55,7 +55,7 @@ def _complete(incomplete: str) -> list[str]:
     ]
     names = {name for folder in folders for name in (folder.parent.name, folder.name)}
     if len(folders) == 1:
-        names |= {job.id for job in jobs_of(folders[0])}
+        names |= set(store_of(folders[0]).ledger.jobs())
     return sorted(name for name in names if name.startswith(incomplete))
 
 
@@ -198,8 +198,9 @@ def wait(
                 out.print(f"{whose}{job.name}: {status.state.value}{message}")
             elif job.never_starts(status):
                 raise JobError(f"The job {job.name!r} will not start. {status.message}")
-    _copy_logs(report)
-    if not report.is_over:
+    if report.is_over:
+        _copy_logs(report)
+    else:
         running = [job.name for job, status in report.seen if not status.state.is_terminal]
         print(
             f"nemo-run-ray: after {timeout:g} s these jobs have not ended: {', '.join(running)}. "
@@ -244,11 +245,13 @@ def logs(
     from nemo_run_ray.experiment.logs import last_lines, lines, of_element, only
 
     def text(one: RemoteJob) -> Iterator[str]:
-        read = one.log if raw else one.output
-        found = last_lines(read, tail, follow) if tail is not None else read(follow)
-        if element is not None:
-            found = of_element(element, lines(found))
-        return only(role, lines(found)) if role else found
+        def read(is_followed: bool) -> Iterator[str]:
+            found = one.log(is_followed) if raw else one.output(is_followed)
+            if element is not None:
+                found = of_element(element, lines(found))
+            return only(role, lines(found)) if role else found
+
+        return read(follow) if tail is None else last_lines(read, tail, follow)
 
     jobs = _jobs(name, job)
     if len(jobs) > 1 and not role and element is None:
@@ -276,17 +279,24 @@ def logs(
 
 
 def _prefixed(texts: Mapping[str, Callable[[], Iterator[str]]], together: bool) -> Iterator[str]:
-    """The lines of several logs, each with its job's name: one log after the other, or together."""
+    """The lines of several logs, each with its job's name: one log after the other, or together.
+
+    Raises:
+        ClusterError: a log could not be read; all others were.
+    """
     from nemo_run_ray.experiment.logs import lines
 
     arrived: queue.Queue[str | None] = queue.Queue(_LINES_AHEAD)
+    errors: list[Exception] = []
 
     def read(name: str) -> None:
         try:
             for line in lines(texts[name]()):
                 arrived.put(f"{name}| {line}" if line.endswith("\n") else f"{name}| {line}\n")
-        except NemoRunRayError as error:  # a job that waits has no log yet
+        except JobError as error:  # it waits, and has no log yet
             print(f"{name}: {error}", file=sys.stderr)
+        except (ClusterError, OSError) as error:
+            errors.append(error)
         finally:
             arrived.put(None)
 
@@ -295,6 +305,8 @@ def _prefixed(texts: Mapping[str, Callable[[], Iterator[str]]], together: bool) 
             threading.Thread(target=read, args=(name,), daemon=True).start()
         for _ in group:
             yield from iter(arrived.get, None)
+    if errors:
+        raise errors[0]
 
 
 def _show_elements(elements: Sequence[Element], as_json: bool = False) -> None:
@@ -523,7 +535,7 @@ def doctor(
     if name:
         document = check_fields_of(load(name))
         rows = look(dashboard_of(cluster_of(document)), document)
-    elif address:
+    elif address is not None:
         rows = look(dashboard_of(ExistingCluster(url=address)))
     else:
         rows = look(dashboard_of(kinds.LocalCluster()))
@@ -742,6 +754,8 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> None:
         before, CONSOLE.stderr = CONSOLE.stderr, True
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not show every character
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             verb(*args, **kwargs)
             sys.stdout.flush()
@@ -757,7 +771,8 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
                 # Nothing more is written there, also at the end of the program.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             where = error.filename or "Standard output"
-            print(f"nemo-run-ray: {where} cannot be written: {error.strerror}.", file=sys.stderr)
+            what = "written" if error.errno in NO_SPACE else "used"
+            print(f"nemo-run-ray: {where} cannot be {what}: {error.strerror}.", file=sys.stderr)
             raise typer.Exit(1) from error
         finally:
             CONSOLE.stderr = before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nemo_run_ray.errors import shown
+from nemo_run_ray.errors import NemoRunRayError, shown
 from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.job import (
     RemoteJob,
@@ -31,6 +32,8 @@ from nemo_run_ray.experiment.job import (
 from nemo_run_ray.experiment.store import experiments, store_of
 from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+
+log = logging.getLogger(__name__)
 
 _COLORS = {
     JobState.SUCCEEDED: "green",
@@ -190,7 +193,12 @@ def experiment_rows(everything: bool, now: float) -> list[dict[str, Any]]:
         everything: also those all of whose jobs have ended.
         now: in seconds since the epoch.
     """
-    found = {folder: jobs_of(folder) for folder in experiments()}
+    found: dict[Path, list[RemoteJob]] = {}
+    for folder in experiments():
+        try:
+            found[folder] = jobs_of(folder)
+        except NemoRunRayError as error:  # the others are shown all the same
+            log.warning("The experiment %s is left out: %s", folder.name, error)
     looked_at = {
         folder: jobs
         for folder, jobs in found.items()

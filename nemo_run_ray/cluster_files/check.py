@@ -90,6 +90,9 @@ def check(
     document = document or Document(Path(), {})
     file, nodes = document.file, look.nodes
     preflight = file.preflight
+    if preflight.require_address and file.cluster.address is None:
+        message = "The cluster file names no address, and preflight.require_address is set."
+        yield CheckRow("address", BROKEN, message, "Give cluster.address in the file.")
     if look.unreachable:
         yield CheckRow("dashboard", BROKEN, look.unreachable)
         return

@@ -174,6 +174,8 @@ class PreflightPart(_Part):
 
     enabled: bool = False
     """Look before every experiment."""
+    require_address: bool = False
+    """The cluster must be one that exists, with an address."""
     strict: bool = False
     """What the cluster does not tell counts as broken."""
     only_required: bool = False

@@ -80,6 +80,10 @@ def test_tasks_are_looked_at_in_place_of_the_pools():
     assert "no node has GPU, it asks for 1" in of("task train", FOUND, asks).message
 
 
+def test_an_address_that_a_file_must_have():
+    assert of("address", FOUND, preflight={"require_address": True}).state is CheckState.BROKEN
+
+
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_what_is_not_told_is_never_ok(is_strict):
     file = {
