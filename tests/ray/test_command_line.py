@@ -11,11 +11,13 @@ from tests.conftest import tool
 
 
 @pytest.fixture
-def mixed(local_cluster, unique):
-    """The title of an experiment of two jobs: one fails with 3, one runs some seconds longer."""
+def mixed(local_cluster, unique, tmp_path):
+    """The title of an experiment of two jobs: one fails with 3, one waits for a file `go`."""
     with run.Experiment(unique, executor=RayExecutor(), skip_status_at_exit=True) as experiment:
         experiment.add(run.Script(inline="seq 3; exit 3"), name="bad")
-        experiment.add(run.Script(inline="sleep 5; seq 3"), name="good")
+        experiment.add(
+            run.Script(inline=f"until [ -e {tmp_path}/go ]; do sleep 0.2; done; seq 3"), name="good"
+        )
         experiment.run(detach=True)
     return unique
 
@@ -27,6 +29,7 @@ def test_list_wait_and_logs_of_an_experiment(mixed, tmp_path):
 
     late = tool("nemo-run-ray", "wait", mixed, "--timeout", "0")
     assert (late.returncode, "good" in late.stderr) == (124, True), late.stderr
+    (tmp_path / "go").touch()
     done = tool("nemo-run-ray", "wait", mixed)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "bad: FAILED, exit code 3" in done.stdout
