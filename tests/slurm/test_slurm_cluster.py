@@ -218,7 +218,9 @@ def test_up_and_down_by_a_cluster_file(allocations, tmp_path):
     assert len(allocations.jobs()) == 1
     wrong = tool("nemo-run-ray", "up", "--cluster", "team", "--num-cpus", "4", cwd=tmp_path)
     assert wrong.returncode == 1
-    assert "--num-cpus is for the embedded Ray" in " ".join((wrong.stdout + wrong.stderr).split())
+    assert "--num-cpus and --num-gpus are for the embedded Ray" in " ".join(
+        (wrong.stdout + wrong.stderr).split()
+    )
     assert "is stopped." in told("down")
     wait_for(lambda: not allocations.jobs(), 60)
     assert "is up." in told("down"), "there is none any more"

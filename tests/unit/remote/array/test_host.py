@@ -312,7 +312,7 @@ def test_those_that_wait_and_those_that_run_are_cancelled(host, tmp_path):
     assert sorted(host.ended() for _ in range(2)) == [[0, 1, 143], [3, 1, 143]]
 
     wait((tmp_path / "2").exists)  # in the place of the first one; the second one has gone on
-    assert len(host.elements()) == 2
+    wait(lambda: len(host.elements()) == 2)
 
 
 def test_one_that_was_asked_for_and_is_not_forked_yet_is_cancelled(host, forks, tmp_path):
