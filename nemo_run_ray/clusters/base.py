@@ -107,7 +107,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
     @property
     @abc.abstractmethod
     def title(self) -> str:
-        """What a user calls it in a table."""
+        """Its name in a table."""
 
     @abc.abstractmethod
     def connect(self) -> Dashboard:

@@ -30,7 +30,7 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
     #: All that it can give, busy or not.
     resources: Mapping[str, float] = field(default_factory=dict)
-    #: What nobody holds, a moment ago; ``None`` when the cluster does not say.
+    #: The free amounts, a moment ago; ``None`` when the cluster does not say.
     free: Mapping[str, float] | None = None
 
 
