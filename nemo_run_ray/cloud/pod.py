@@ -59,12 +59,45 @@ def unpack(packed: bytes, tree: str) -> None:
             raise
 
 
+def is_as_sent(path: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> bool:
+    try:
+        if member.issym():
+            return os.readlink(path) == member.linkname
+        with open(path, "rb") as stream:
+            sent: Any = tar.extractfile(member)
+            return not os.path.islink(path) and stream.read() == sent.read()
+    except OSError:
+        return False
+
+
+def restore(packed: bytes, tree: str) -> None:
+    """Replace what a job has changed in the tree since it was unpacked."""
+    tree = os.path.realpath(tree)
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        tar.extraction_filter = lambda member, path: member
+        for member in tar:
+            path = os.path.join(tree, member.name)
+            folder = os.path.dirname(path)
+            if is_as_sent(path, member, tar):
+                continue
+            if os.path.realpath(folder) != folder:  # never write outside of the tree
+                raise ValueError(f"{path} is behind a link that was not sent; remove {tree}")
+            note = f"nemo-run-ray: {path} is not as sent; restored"
+            print(note, file=sys.stderr, flush=True)  # exec drops what is buffered
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".src-", dir=os.path.dirname(tree)) as own:
+                tar.extract(member, own)
+                os.replace(os.path.join(own, member.name), path)
+
+
 def main(command: List[str]) -> None:
     env = os.environ
     try:
         spec = json.loads(env[PREFIX + "SPEC"])
+        packed = received(env, spec)
         if not os.path.isdir(spec["tree"]):
-            unpack(received(env, spec), spec["tree"])
+            unpack(packed, spec["tree"])
+        restore(packed, spec["tree"])
         # Commands start in the job's own code folder, though jobs may share the tree.
         os.makedirs(spec["code"], exist_ok=True)
         for name in os.listdir(spec["tree"]):

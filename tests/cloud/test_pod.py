@@ -96,6 +96,39 @@ def test_the_tree_arrives_and_the_command_has_none_of_the_variables(tmp_path):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["code", tree.name]
 
 
+def test_what_a_job_changed_in_the_shared_tree_is_restored_in_it_alone(tmp_path):
+    sent = variables(TREE, tmp_path)
+    assert boot(sent).stderr == ""
+    (tree,) = tmp_path.glob("src-*")
+    package = tree / "src/a"
+    script, link, own = package / "run.sh", tree / "src/link", package / "result"
+    script.write_text("exit 1")
+    link.unlink()
+    link.write_text("a")
+    (package / "__init__.py").unlink()
+    own.touch()
+    done = boot(sent)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    assert [line.split()[1] for line in lines] == [
+        str(path) for path in (package / "__init__.py", script, link)
+    ]
+    assert all(line.endswith("is not as sent; restored") for line in lines)
+    assert script.read_text() == "#!/bin/sh\n"
+    assert os.access(script, os.X_OK)
+    assert os.readlink(link) == "a"
+    assert own.exists()
+    assert boot(sent).stderr == ""
+    package.rename(tmp_path / "elsewhere")
+    package.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/run.sh").write_text("mine")
+    done = boot(sent)
+    assert done.returncode == 1
+    assert "is behind a link that was not sent; remove" in done.stderr
+    assert (tmp_path / "elsewhere/run.sh").read_text() == "mine"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["code", "elsewhere", tree.name]
+
+
 def test_the_command_has_its_exit_code_and_the_signals_that_python_ignores(tmp_path):
     assert boot(variables(TREE, tmp_path), "sh", "-c", "exit 7").returncode == 7
     done = boot(variables(TREE, tmp_path), "bash", "-c", "set -o pipefail; yes | head -1")
