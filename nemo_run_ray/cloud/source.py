@@ -95,8 +95,9 @@ def collect(
         include: patterns, relative to the root, of more that is sent, whatever ``LEFT_OUT`` and
             ``.gitignore`` say.
         exclude: patterns, relative to the root, or of names, of what is not sent.
-        collections: names of folders of which only the subfolders with a script are sent, and
-            those that begin with ``_``. Without such a script all are sent.
+        collections: names of folders of which, in the package of a script, only the subfolders
+            with a script are sent, and those that begin with ``_``. Without such a script all are
+            sent. Another package is sent whole, unless it has subfolders of the same names.
         scripts: paths, relative to the root, of what will run. They are sent whatever ``LEFT_OUT``
             and ``.gitignore`` say, with the packages that they are in or the files beside them.
 
@@ -119,16 +120,28 @@ def collect(
     asked = {*_included(root, include, exclude), *scripts}
     files, ignored = list_files(root, [*_starts(root, scripts)], exclude, LEFT_OUT)
 
-    def families(name: str) -> set[str]:
+    def families(name: str) -> set[tuple[str, str, str]]:
+        """The families that a path is in, each with its package and its collection."""
         folders = name.split("/")[:-1]
-        return {below for above, below in pairwise(folders) if above in collections}
+        return {
+            ("/".join(folders[:depth]), collection, family)
+            for depth, (collection, family) in enumerate(pairwise(folders))
+            if collection in collections
+        }
 
     chosen = {family for script in scripts for family in families(script)}
-    wanted = asked | {
-        name
-        for name in files
-        if not chosen or all(one in chosen or one[0] == "_" for one in families(name))
-    }
+
+    def is_sent(package: str, collection: str, family: str) -> bool:
+        if family[0] == "_" or (package, collection, family) in chosen:
+            return True
+        if any(package == known for known, _, _ in chosen):
+            return False
+        same = {one for _, known, one in chosen if known == collection}
+        return family in same or not any(
+            (root / package / collection / one).is_dir() for one in same
+        )
+
+    wanted = asked | {name for name in files if all(is_sent(*one) for one in families(name))}
     if not any(name.endswith(".py") for name in wanted):
         raise TransportError(
             f"ShipSource: no Python source to send in {root}: looked for packages and modules in "
