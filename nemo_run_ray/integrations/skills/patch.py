@@ -160,7 +160,7 @@ class SkillsExecutor(RayExecutor):
             serving = [role for role in executors if role.is_serving]
             if len(serving) == len(executors):
                 del serving[0]  # there is no client in this task: the server is its purpose
-            lines = [_SCONTROL]
+            lines = []
             # The first role of each of Slurm's groups.
             for group, role in {role.het_group: role for role in reversed(executors)}.items():
                 if group is not None:
@@ -168,6 +168,8 @@ class SkillsExecutor(RayExecutor):
                         f'export SLURM_JOB_NODELIST_HET_GROUP_{group}="${_host(role)}S" '
                         f'SLURM_MASTER_NODE_HET_GROUP_{group}="${_host(role)}"'
                     )
+            if lines:  # elsewhere a task may mean Slurm's own
+                lines.append(_SCONTROL)
             for role in executors:
                 role.service = role in serving
                 role.startup_commands = [*role.startup_commands, *lines]

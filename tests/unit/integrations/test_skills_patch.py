@@ -211,6 +211,7 @@ def test_server_client_and_sandbox_are_the_roles_of_a_group(of_skills):
     assert "$NEMO_RUN_SANDBOX_HOST" in client
     assert "$NEMO_RUN_SERVER_HOST" in client
     assert "NEMO_RUN_SANDBOX_HOST" not in "\n".join(found["server"].startup_commands)
+    assert "scontrol" not in client, "a task of one Slurm group may ask Slurm itself"
 
 
 def test_a_server_without_a_client_is_what_the_task_is_about(of_skills):
