@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import os
 import re
 import shlex
@@ -189,8 +188,8 @@ def _get_executor(original: Any, bound: inspect.BoundArguments) -> SkillsExecuto
     """The executor of one part of a task.
 
     Raises:
-        ConfigError: the task asks for what there is on Slurm only, a credential has another value
-            than in the environment, or the file is wrong.
+        ConfigError: the task asks for what there is on Slurm only, a required variable is not set,
+            a credential has another value than in the environment, or the file is wrong.
     """
     call = bound.arguments
     if call.get("ray_template") is not None:
@@ -204,10 +203,13 @@ def _get_executor(original: Any, bound: inspect.BoundArguments) -> SkillsExecuto
     clear: dict[str, str] = {}
     secrets: list[str] = []
     # The variables that NeMo-Skills has added to those of the file.
-    for entry in itertools.chain(*(config[kind] for kind in _LISTS)):
+    added = [(kind, e) for kind in _LISTS for e in config[kind] if e not in config[_KEY][kind]]
+    for kind, entry in added:
         name, equals, value = (part.strip() for part in str(entry).partition("="))
         found = os.path.expandvars(value) if equals else os.environ.get(name)
-        if entry in config[_KEY]["variables"] or found is None:
+        if found is None:
+            if kind == "required_env_vars":
+                raise ConfigError(f"The variable {name} is required, and is not set; set it.")
             continue
         if not any(map(is_credential_name, [name, *re.findall(r"\$\{?(\w+)", value)])):
             clear[name] = found
@@ -321,7 +323,7 @@ def _read_config(original: Any) -> Any:
             # Two containers may have one image, and nodes of their own: tasks ask for their names.
             "containers": {name: name for name in names} if names else _NoContainers(),
             # The file is read again when the task is submitted.
-            _KEY: {"file": str(path.absolute()), "variables": [*itertools.chain(*lists.values())]},
+            _KEY: {"file": str(path.absolute()), **{kind: [*lists[kind]] for kind in _LISTS}},
         }
 
     return wrapper

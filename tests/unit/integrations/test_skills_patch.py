@@ -185,6 +185,9 @@ def test_variables_of_one_task_are_its_own(of_skills, monkeypatch):
     assert found.env_vars == {"PYTHONPATH": "/opt:/app", "A": "1", "SEEN": "yes"}
     assert found.secrets == ["MY_API_KEY"]
     assert executor(of_skills).env_vars == {}
+    config["required_env_vars"] = ["NOT_SET"]
+    with pytest.raises(ConfigError, match="NOT_SET is required, and is not set"):
+        executor(of_skills, config)
 
 
 @pytest.mark.parametrize("added", ["MY_API_KEY=abc", "HEADER=Bearer $MY_API_KEY"])
