@@ -37,7 +37,7 @@ class DGXCloudExportsPatch(Patch):
     def edits(self) -> Sequence[Edit]:
         return [
             self.wrapped(DGXCloudRequest, "materialize", _without_source),
-            Edit(dgxcloud.logger, "filters", [*dgxcloud.logger.filters, _shorten]),
+            Edit(dgxcloud.logger, "filter", functools.partial(_shorten, dgxcloud.logger.filter)),
         ]
 
 
@@ -59,7 +59,7 @@ def _without_source(render: Any) -> Any:
     return materialize
 
 
-def _shorten(record: logging.LogRecord) -> bool:
+def _shorten(judge: Any, record: logging.LogRecord) -> Any:
     """NeMo-Run logs the workload and the answer to it, as JSON."""
     record.msg, record.args = _LONG.sub(r'\1"…"', record.getMessage()), ()
-    return True
+    return judge(record)

@@ -70,6 +70,15 @@ def test_without_source_the_script_is_the_same_to_the_letter():
         undo()
 
 
+def test_filters_that_others_add_meanwhile_stay(monkeypatch):
+    monkeypatch.setattr(dgxcloud.logger, "filters", [])
+    undo = patches.apply("dgxcloud_exports")
+    dgxcloud.logger.addFilter(other := lambda record: False)
+    assert not dgxcloud.logger.filter(logging.makeLogRecord({"msg": "text"}))
+    assert undo()
+    assert dgxcloud.logger.filters == [other]
+
+
 def test_what_is_logged_has_no_source_and_all_else(applied, monkeypatch):
     lines = _logged_by_creating(monkeypatch)
     payload = json.loads(next(line for line in lines if line.startswith("{")))

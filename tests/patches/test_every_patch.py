@@ -29,7 +29,7 @@ TARGETS: dict[str, list[tuple[Any, str]]] = {
     ],
     "dgxcloud_exports": [
         (DGXCloudRequest, "materialize"),
-        (dgxcloud.logger, "filters"),
+        (dgxcloud.logger, "filter"),
     ],
     "dgxcloud_legacy_kwargs": [(DGXCloudExecutor, "__init__"), (signatures, "_signature_cache")],
     "dgxcloud_refusal": [(dgxcloud, "requests"), (DGXCloudExecutor, "get_auth_token")],
