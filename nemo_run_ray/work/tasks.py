@@ -54,8 +54,9 @@ LOSSES_MAX = 3
 FUNCTIONS_MAX = 100
 #: Seconds between two looks at the nodes and at futures that were cancelled, and at time limits.
 _LOOK_S, _STEP_S = 1.0, 0.2
-#: Seconds for which no node is large enough, after which items fail: a node may be joining.
-_NEVER_S = 20.0
+#: Seconds for which no node is large enough, after which items fail: a node may be joining, and one
+#: that was there may come back.
+_NEVER_S, _NEVER_AGAIN_S = 20.0, 120.0
 #: Seconds for which no task has begun, until the first line about it, and between two.
 _FIRST_TELL_S, _TELL_S = 5.0, 30.0
 #: Seconds after which a batch that takes longer than expected returns the results it has.
@@ -322,6 +323,8 @@ class TaskQueue:
         self._slots = 1
         self._look_at = self._tell_at = 0.0
         self._stalled_since: float | None = None  # no task runs
+        self._never_since: float | None = None  # no node is large enough
+        self._never_s = _NEVER_S
         self._thread = threading.Thread(target=self._run, name="nemo-run-ray-work", daemon=True)
         self._thread.start()
 
@@ -389,7 +392,7 @@ class TaskQueue:
                 with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                     self._look(now)  # else the head does not answer
             else:
-                self._stalled_since = None
+                self._stalled_since = self._never_since = None
         for call in [] if self._by_client else list(self._calls):
             if self._has_begun(call) and now >= call.deadline:
                 self._cancel(call)
@@ -434,13 +437,17 @@ class TaskQueue:
                 self._cancel(call)
                 lost = self._ray.exceptions.NodeDiedError("Its node has died.")
                 self._was_lost(call, lost)
+        if self._slots:
+            self._never_since, self._never_s = None, _NEVER_AGAIN_S
+        elif self._never_since is None:
+            self._never_since = now
+        elif now - self._never_since >= self._never_s:
+            reason = fit.why_not(self._request, nodes)
+            self._end(self._unended(), WorkerDied(f"No node can have a worker: {reason}."))
         if any(map(self._has_begun, self._calls)):
             self._stalled_since = None
         elif self._stalled_since is None:
             self._stalled_since, self._tell_at = now, now + _FIRST_TELL_S
-        elif not self._slots and now - self._stalled_since >= _NEVER_S:
-            reason = fit.why_not(self._request, nodes)
-            self._end(self._unended(), WorkerDied(f"No node can have a worker: {reason}."))
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
             all_free = self._ray.available_resources()

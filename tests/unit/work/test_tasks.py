@@ -1,5 +1,6 @@
 """Batches, and what becomes of items whose task fails."""
 
+import math
 import pickle
 import threading
 import time
@@ -277,3 +278,19 @@ def test_living_nodes_have_slots_for_workers(ray, make, reserved, slots):
     tasks = make(**reserved)
     tasks._look(0.0)
     assert tasks._slots == slots
+
+
+def test_items_fail_only_after_no_node_was_large_enough_for_long(make, ray):
+    queue, item = make(), Item(Function("double", b""), b"")
+    queue._look_at = math.inf  # the queue's own thread does not look
+    queue.submit(item)
+    next_task(ray, 0)  # it waits for room
+    for now in (0.0, 500.0):
+        queue._look(now)
+    ray.alive = []
+    for now in (501.0, 501.0 + tasks._NEVER_S, 500.0 + tasks._NEVER_AGAIN_S):
+        queue._look(now)
+        assert not item.future.done()
+    queue._look(501.0 + tasks._NEVER_AGAIN_S)
+    with pytest.raises(WorkerDied, match="No node can have a worker"):
+        item.future.result(0)
