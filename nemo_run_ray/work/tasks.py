@@ -61,6 +61,8 @@ _NEVER_S, _NEVER_AGAIN_S = 20.0, 120.0
 _FIRST_TELL_S, _TELL_S = 5.0, 30.0
 #: Seconds after which a batch that takes longer than expected returns the results it has.
 _BATCH_END_S = 0.5
+#: Seconds that the imports of a function may take when its calls have a time limit.
+_IMPORT_S = 300.0
 #: Kinds of an item's row: the pickled result, the pickled exception, or a result that cannot be.
 RESULT, RAISED, UNPICKLED = "result", "raised", "unpickled"
 
@@ -76,8 +78,7 @@ def call_items_on_node(
     """
     import ray
 
-    with suppress(BaseException):  # its imports are no part of the limit; each item reports it
-        _load(function)
+    _prepare(function, timeout_s)
     yield ray.get_runtime_context().get_node_id()
     yield call_items(function, items, None)
 
@@ -93,8 +94,7 @@ def call_items(
     """
     from ray import cloudpickle
 
-    with suppress(BaseException):  # its imports are no part of the limit; each item reports it
-        _load(function)
+    _prepare(function, timeout_s)
     rows = []
     until = time.perf_counter() + _BATCH_END_S
     for item in items:
@@ -119,6 +119,15 @@ def call_items(
             break
     faulthandler.cancel_dump_traceback_later()
     return rows
+
+
+def _prepare(function: bytes, timeout_s: float | None) -> None:
+    """Import what a function needs; that is no part of its calls' limit, and has one of its own."""
+    if timeout_s is not None and function not in _functions:
+        faulthandler.dump_traceback_later(_IMPORT_S, exit=True, file=2)
+    with suppress(BaseException):  # each item reports it
+        _load(function)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _load(function: bytes) -> Callable[..., Any]:

@@ -2,6 +2,8 @@
 
 import math
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -250,6 +252,23 @@ def test_items_that_come_while_others_are_given_up_are_not_lost(make, ray):
     may_go.set()
     next_task(ray, 0, "one").finish(1)
     assert new.future.result(10) == 1
+
+
+_HANGS = """
+import pickle, time
+from nemo_run_ray.work import tasks
+class Hangs:
+    def __reduce__(self):
+        return time.sleep, (60,)
+tasks._IMPORT_S = 0.2
+tasks._prepare(pickle.dumps(((Hangs(),), {})), 1.0)
+"""
+
+
+def test_an_import_that_hangs_ends_the_worker():
+    ended = subprocess.run([sys.executable, "-c", _HANGS], capture_output=True, timeout=50)
+    assert ended.returncode == 1
+    assert b"in _prepare" in ended.stderr
 
 
 def test_what_no_worker_can_reserve_is_refused(make):
