@@ -397,6 +397,8 @@ class TaskQueue:
         """Send what waits, and end what takes too long."""
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
+            cancelled = [item for item in self._waiting if item.future.cancelled()]
+            self._end(cancelled, CancelledError())
             if self._waiting or self._calls:
                 with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                     self._look(now)  # else the head does not answer

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 
 import pytest
@@ -174,7 +174,7 @@ def send(make, ray):
         wait_for(lambda: len(ray.tasks) > number)
         return items
 
-    sent.function = function
+    sent.function, sent.queue = function, tasks
     return sent
 
 
@@ -269,6 +269,16 @@ def test_an_import_that_hangs_ends_the_worker():
     ended = subprocess.run([sys.executable, "-c", _HANGS], capture_output=True, timeout=50)
     assert ended.returncode == 1
     assert b"in _prepare" in ended.stderr
+
+
+def test_a_future_that_is_cancelled_has_ended_though_no_worker_is_free(send, ray):
+    ray.alive = ["one"]
+    (running,) = send(is_alone=True)
+    waiting = Item(send.function, b"")
+    send.queue.submit(waiting)
+    assert waiting.future.cancel()
+    assert wait([waiting.future], 10).done
+    assert not running.future.done()
 
 
 def test_what_no_worker_can_reserve_is_refused(make):
