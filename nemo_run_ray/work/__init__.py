@@ -15,6 +15,7 @@ import atexit
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent import futures
 from concurrent.futures import Future
@@ -64,6 +65,8 @@ _Out = TypeVar("_Out")
 _BYTES_MAX = 256 * 2**20
 #: Seconds after which the window is computed again: the cluster may have room for more items.
 _REFILL_S = 0.25
+#: Seconds for which the iterable is read while a result is due: the workers need items, too.
+_READ_S = 0.1
 
 
 class Pool:
@@ -288,13 +291,18 @@ def _results(
     live: dict[int, Item] = {}  # in tasks, or ended and not taken
     ended = set[int]()
     sent = taken = size_bytes = 0
+    read_until = 0.0
     error: Exception | None = None  # of the iterable: raised after the results before it
     try:
         while live or error is None:
             average = size_bytes / max(len(live), 1)
             each = max(average + function.result_bytes, 1.0)
             most = min(tasks.window(function, average), int(_BYTES_MAX / each) + 1)
-            if error is None and len(live) < most:
+            while not done.empty():
+                ended.add(done.get())
+            number = taken if ordered else next(iter(ended), -1)
+            is_due = number in ended and time.monotonic() >= read_until
+            if error is None and len(live) < most and not is_due:
                 try:
                     data = pickle_arguments(f"Item {sent} of {function.name}", next(items))
                     item = replace(template, data=data, future=Future())
@@ -310,7 +318,6 @@ def _results(
                 item.future.add_done_callback(partial(lambda number, _: done.put(number), sent))
                 sent += 1
                 continue
-            number = taken if ordered else next(iter(ended), -1)
             if number not in ended:
                 with suppress(queue.Empty):
                     ended.add(done.get(timeout=_REFILL_S))
@@ -321,11 +328,12 @@ def _results(
             size_bytes -= len(item.data)
             if (cause := item.future.exception()) is None:
                 yield item.future.result()
-                continue
-            failed = ItemFailed(number, cause, function.name)
-            if not yields_failures:
-                raise failed from cause
-            yield failed
+            else:
+                failed = ItemFailed(number, cause, function.name)
+                if not yields_failures:
+                    raise failed from cause
+                yield failed
+            read_until = time.monotonic() + _READ_S
         if error is not None and not isinstance(error, StopIteration):
             raise error
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +59,18 @@ def test_results_come_before_the_error_of_the_iterable(ordered):
     assert sorted(next(values) for _ in range(3)) == [1, 2, 3]
     with pytest.raises(OSError, match="is torn"):
         next(values)
+
+
+def slow() -> Iterator[int]:
+    yield -1
+    time.sleep(0.5)
+    yield -2
+    pytest.fail("the first result is there, and nobody has got it")
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_result_does_not_wait_for_items_that_are_read_slowly(ordered):
+    assert next(results(slow(), ordered=ordered)) == 1
 
 
 def test_results_come_before_the_error_of_an_item_that_cannot_be_sent():
