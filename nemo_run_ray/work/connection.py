@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ ADDRESS = "RAY_ADDRESS"
 _AUTH_MODE = "RAY_AUTH_MODE"
 #: Seconds in which an address must take a connection.
 _ANSWERS_S = 5.0
+#: Ray gives a GCS up no sooner, in seconds: an earlier SIGTERM is another's.
+_GIVEN_UP_S = 30.0
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 #: A Ray's address with its port.
@@ -88,12 +91,14 @@ class Connection:
             options: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
             if not self.address.startswith("ray://"):
                 options["logging_level"] = logging.WARNING
+            began = time.monotonic()
             try:
                 ray.init(self.address, log_to_driver=False, **options)
             except BaseException as error:
                 self.restore_environment()
                 # Ray sends SIGTERM when no GCS has answered (2.60).
-                if not isinstance(error, SystemExit) or error.code != signal.SIGTERM:
+                is_sigterm = isinstance(error, SystemExit) and error.code == signal.SIGTERM
+                if not is_sigterm or time.monotonic() - began < _GIVEN_UP_S:
                     raise
                 reason = "what listens there has not answered as the GCS of a Ray"
                 raise ConnectionError(reason) from error

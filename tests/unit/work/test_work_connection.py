@@ -83,9 +83,13 @@ def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     assert "RAY_ADDRESS" not in os.environ
 
 
-@pytest.mark.parametrize(("code", "expected"), [(15, Unreachable), (1, SystemExit)])
-def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, expected):
+@pytest.mark.parametrize(
+    ("code", "given_up_s", "expected"),
+    [(15, 0.0, Unreachable), (15, 30.0, SystemExit), (1, 0.0, SystemExit)],
+)
+def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, given_up_s, expected):
     """What listens is no GCS; a program that others end is ended."""
+    monkeypatch.setattr(connection, "_GIVEN_UP_S", given_up_s)
 
     def init(*_, **__):
         raise SystemExit(code)
