@@ -155,7 +155,7 @@ class ArraySpec(NamedTuple):
         host: a host of elements as a role: its task is what each element changes, its resources are
             those of one element.
         elements: path of the elements' file in the job's folder.
-        targets: what each value of an element changes, its kind and its name or place
+        targets: what each value of an element changes, its kind and its name or place.
         runs: ``command`` starts a process for each element; ``fork`` forks it, where the imports
             allow it, from one that has imported the configuration's modules; ``process`` starts a
             new one that imports them.
