@@ -49,6 +49,9 @@ _LOOK_S, _LOOK_MAX_S = 0.1, 1.0
 #: Seconds until a group whose roles spread tries other nodes, until the first line about one that
 #: waits, and for which one must look infeasible, since nodes may be joining right now.
 _OTHERS_S = _FIRST_TELL_S = _INFEASIBLE_S = 3.0
+#: Seconds in which a worker must come up by a ``py_executable``, after those in which something is
+#: installed for it: Ray itself tries it for ever.
+_OWN_PYTHON_S, _BUILD_S = 90.0, 600.0
 
 
 def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
@@ -67,7 +70,7 @@ class _Driver:
         self._secrets = take_secrets(spec.secrets)
         self._config = forget_runtime_env()
         self._handles: dict[ReplicaId, ReplicaHandle] = {}
-        self._watch_at = self._tell_at = 0.0
+        self._watch_at = self._tell_at = self._placed_at = 0.0
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
         self._rows_path = os.path.join(folder, status_file_name(submission_id))
         self._shown = ""
@@ -125,7 +128,8 @@ class _Driver:
                 self._calls.pull(handle)
                 names.append(node.host)
             say(f"{role.name} goes to {', '.join(dict.fromkeys(names))}")
-        self._tell_at = time.monotonic() + _TELL_S
+        self._placed_at = time.monotonic()
+        self._tell_at = self._placed_at + _TELL_S
 
     # ------------------------------------------------------------------ what happens
 
@@ -147,6 +151,8 @@ class _Driver:
             for handle in waiting:
                 if handle.node.node_id not in alive:
                     events += losses(handle, "the node died before the replica was prepared")
+                elif not handle.answers:
+                    events += own_python_failures(handle, now - self._placed_at)
             if now >= self._tell_at and waiting:
                 self._tell_at = now + _TELL_S
                 texts = [f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8]]
@@ -418,6 +424,24 @@ def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) 
     lost = Event(Kind.LOST, handle.replica_id, f"{where}: {why}")
     never = lost._replace(kind=Kind.UNPREPARED, words=f"no worker on {where}: {why}", cause=cause)
     return [never, lost] if handle.dead else [lost]
+
+
+def own_python_failures(handle: ReplicaHandle, waited_s: float) -> list[Event]:
+    """The event of a replica whose worker does not come up by a ``py_executable`` of its role."""
+    runtime_env = handle.role.runtime_env
+    executable = str(runtime_env.get("py_executable") or "")
+    limit_s = _OWN_PYTHON_S
+    if " " in executable or {"pip", "uv", "conda"} & set(runtime_env):  # such as `uv run --with …`
+        given = (runtime_env.get("config") or {}).get("setup_timeout_seconds", _BUILD_S)
+        limit_s += max(float(given), _BUILD_S)
+    if not executable or waited_s < limit_s:
+        return []
+    words = (
+        f"no worker on node {handle.node.host} ({handle.node.address}) has come up in "
+        f"{waited_s:.0f} s with py_executable={executable!r}: it must exist on the node, and be "
+        "able to import ray"
+    )
+    return [Event(Kind.UNPREPARED, handle.replica_id, words, cause=Reason.RUNTIME_ENV)]
 
 
 def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> list[Event]:

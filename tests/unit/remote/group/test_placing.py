@@ -12,11 +12,13 @@ from nemo_run_ray.remote.group import driver
 from nemo_run_ray.remote.group.driver import (
     NODE_ID,
     PlacementGroup,
+    own_python_failures,
     requests_of,
     why_never,
     why_waiting,
 )
 from nemo_run_ray.remote.group.machine import Event, Kind
+from nemo_run_ray.remote.hosts.actors import ReplicaHandle
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
 from nemo_run_ray.remote.status import Reason
 
@@ -311,3 +313,22 @@ def test_a_role_that_spreads_tries_other_nodes_while_it_waits(ray, clock):
     for one in ray.asked:
         chosen = [selector["ray.io/node-id"] for selector in one["selectors"]]
         assert sorted(chosen) == ["in(a)", "in(b)"]
+
+
+@pytest.mark.parametrize(
+    ("runtime_env", "limit_s"),
+    [
+        ({"pip": ["torch"]}, float("inf")),
+        ({"py_executable": "/opt/python"}, 90),
+        ({"py_executable": "uv run --with torch"}, 690),
+        ({"py_executable": "a", "uv": [], "config": {"setup_timeout_seconds": 1800}}, 1890),
+    ],
+)
+def test_a_worker_by_a_py_executable_has_90_s_after_what_is_installed(runtime_env, limit_s):
+    own = role("main")._replace(runtime_env=runtime_env)
+    handle = ReplicaHandle(("main", 0), own, node(1), "tag", "folder")
+    assert not own_python_failures(handle, min(limit_s - 1, 9000.0))
+    if limit_s < 9000:
+        (event,) = own_python_failures(handle, limit_s)
+        assert event.kind is Kind.UNPREPARED
+        assert "no worker on node host1 (10.0.0.1) has come up in" in event.words
