@@ -37,27 +37,39 @@ def head_address(host: str, interface: str) -> str:
 
     Args:
         host: Slurm's name of this node.
-        interface: the network interface that Ray shall use; empty for the address of that name, or
-            the one by which this node reaches others.
+        interface: the network interface that Ray shall use; empty for an address of that name that
+            this node has, or the one by which it reaches others.
 
     Raises:
         CannotContinue: there is no such interface, or no network.
     """
     try:
         if not interface:
+            addresses = []
             with suppress(OSError):  # the name is unknown here
-                address = socket.gethostbyname(host)
-                if not address.startswith("127."):
+                addresses = socket.gethostbyname_ex(host)[2]
+            for address in addresses:
+                if not address.startswith("127.") and _is_own(address):
                     return address
             return way_to(_ELSEWHERE)
         request = struct.pack("256s", interface.encode()[:15])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
     except OSError as error:
+        what = "none to which its name leads, or by which it reaches other networks"
+        if interface:
+            what = f"none on its network interface {interface!r}"
         raise CannotContinue(
-            f"node {host} has no IPv4 address on its network interface {interface!r}: {error}. "
-            "NEMO_RUN_RAY_INTERFACE names the one to use"
+            f"node {host} has no IPv4 address for the head: {what} ({error}). "
+            "NEMO_RUN_RAY_INTERFACE names the interface to use"
         ) from error
+
+
+def _is_own(address: str) -> bool:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def way_to(address: str) -> str:

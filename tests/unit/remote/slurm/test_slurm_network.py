@@ -52,9 +52,19 @@ def test_a_port_that_is_set_and_taken_is_named():
     assert "PORT" not in worker, "the head's alone"
 
 
-def test_the_head_has_the_address_of_its_name_or_of_the_interface_that_the_user_names(monkeypatch):
-    monkeypatch.setattr(network.socket, "gethostbyname", lambda _: "10.1.0.1")
+def test_the_head_has_an_address_of_its_own_that_its_name_or_a_named_interface_has(monkeypatch):
+    assert network._is_own("127.0.0.1")
+    assert not network._is_own("203.0.113.7")
+    monkeypatch.setattr(network, "_is_own", lambda address: address == "10.1.0.1")
+    found = ["127.0.1.1", "203.0.113.7", "10.1.0.1"]
+    monkeypatch.setattr(network.socket, "gethostbyname_ex", lambda _: ("n1", [], found))
+    monkeypatch.setattr(network, "_ELSEWHERE", "127.0.0.1")
     assert head_address("n1", "") == "10.1.0.1"
+    found.pop()
+    assert head_address("n1", "") == "127.0.0.1", "the way to others"
     assert head_address("n1", "lo") == "127.0.0.1"
-    with pytest.raises(CannotContinue, match=r"node n1 has no IPv4 address on .*'ib0'"):
+    with pytest.raises(CannotContinue, match=r"node n1 has no IPv4 address .*interface 'ib0'"):
         head_address("n1", "ib0")
+    monkeypatch.setattr(network, "_ELSEWHERE", "::1")
+    with pytest.raises(CannotContinue, match="to which its name leads, or by which it reaches"):
+        head_address("n1", "")
