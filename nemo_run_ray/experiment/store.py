@@ -6,6 +6,7 @@ cluster's. A line is written, flushed and synced before the request that it anno
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
@@ -412,9 +413,25 @@ def experiments() -> list[Path]:
     return sorted(trusted, key=_began_at, reverse=True)
 
 
+def remember(exp_dir: Path) -> None:
+    """Let an experiment be found that is not in its usual place in NeMo-Run's home."""
+    if exp_dir.parent.parent != Path(get_nemorun_home()) / "experiments":
+        pointer = _pointers() / safe_id(exp_dir.name)[:ID_MAX]
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        write_file(pointer, str(exp_dir.absolute()))
+
+
+def _pointers() -> Path:
+    return Path(get_nemorun_home()) / "ray_experiments"
+
+
 def _folders() -> list[Path]:
-    home = Path(get_nemorun_home()) / "experiments"
-    return [folder for folder in home.glob("*/*") if folder.is_dir()]
+    """The folders of all experiments in NeMo-Run's home, and of those that it points to."""
+    folders = list((Path(get_nemorun_home()) / "experiments").glob("*/*"))
+    for pointer in _pointers().glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # it is being written, and has another name
+            folders.append(Path(pointer.read_text(encoding="utf-8")))
+    return [folder for folder in folders if folder.is_absolute() and folder.is_dir()]
 
 
 def find_record(submission_id: str) -> JobRecord:

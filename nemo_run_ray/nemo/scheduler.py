@@ -40,7 +40,7 @@ from nemo_run_ray.experiment.archives import described
 from nemo_run_ray.experiment.dispatch import Snapshot, dispatches_of, resume, tend, tend_until
 from nemo_run_ray.experiment.job import RemoteJob, find_job, jobs_of, record
 from nemo_run_ray.experiment.logs import lines, only
-from nemo_run_ray.experiment.store import INTENT, store_of
+from nemo_run_ray.experiment.store import INTENT, remember, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
@@ -248,6 +248,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 if batch.exp_dir == registry.experiment_dir(self._experiment)
                 for name, job_plan in batch.plans.items()
             }
+            remember(registry.experiment_dir(self._experiment))
             registry.save_handles(self._experiment, ids)
             self._announced.add(self._experiment._id)
 
@@ -321,18 +322,11 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
-            job = self._own_job(app_id) or find_job(app_id)
+            job = find_job(app_id)
             if job.record.last == INTENT:
                 return job  # its submission goes on, perhaps in another process: look again
             self._jobs[app_id] = job
         return self._jobs[app_id]
-
-    def _own_job(self, app_id: str) -> RemoteJob | None:
-        """A job of this experiment, whose folder may be outside of NeMo-Run's home."""
-        if self._experiment is None:
-            return None
-        record = store_of(registry.experiment_dir(self._experiment)).ledger.job(app_id)
-        return RemoteJob(record) if record else None
 
     def _validate(self, app: AppDef, scheduler: str) -> None:
         """Check nothing: resources are fields of the executor, not torchx's, and checked there."""

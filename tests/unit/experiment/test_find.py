@@ -3,12 +3,15 @@
 import os
 import shutil
 
+import nemo_run as run
 import pytest
 
 import nemo_run_ray
+from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment.store import find_experiment
 from nemo_run_ray.nemo import registry
+from nemo_run_ray.nemo.scheduler import RayJobsScheduler
 from tests.unit.experiment.conftest import Submitted
 
 
@@ -51,6 +54,17 @@ def test_a_folder_that_was_copied_to_another_home_is_found_there(
     shutil.copytree(submitted.exp_dir, copy)
     monkeypatch.setattr("nemo_run_ray.experiment.store.get_nemorun_home", lambda: str(tmp_path))
     assert find_experiment(unique) == copy
+
+
+def test_the_jobs_of_an_experiment_with_another_base_dir(ray, unique, tmp_path):
+    """NeMo-Run waits with a scheduler that does not know the experiment."""
+    with run.Experiment(unique, base_dir=str(tmp_path)) as experiment:
+        executor = RayExecutor(address=ray.url)
+        experiment.add(run.Script(inline="true"), executor=executor, name="one")
+        experiment.run(detach=True)
+    (job,) = nemo_run_ray.find(experiment._id)
+    assert tmp_path in job.record.exp_dir.parents
+    assert RayJobsScheduler("nemo_run").describe(job.id)
 
 
 def test_a_misspelt_title_or_id_is_told_of_the_nearest_one(home):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import nemo_run.config
 import pytest
 
-from nemo_run_ray.errors import SubmissionError
+from nemo_run_ray.errors import JobError, SubmissionError
 from nemo_run_ray.experiment import store
 from nemo_run_ray.experiment.store import (
     INTENT,
@@ -20,7 +20,10 @@ from nemo_run_ray.experiment.store import (
     TERMINAL,
     UNSETTLED,
     Ledger,
+    experiments,
+    find_experiment,
     find_record,
+    remember,
 )
 from nemo_run_ray.ids import LEDGER, job_id
 from nemo_run_ray.remote.spec import read
@@ -174,6 +177,19 @@ def test_a_job_is_found_by_its_id(home, title):
     submission_id = _submit(exp_dir, f"{title}.job é")
     found = find_record(submission_id)
     assert (found.submission_id, found.exp_dir) == (submission_id, exp_dir)
+
+
+@pytest.mark.parametrize("name", ["exp_1", "exp é_1", "a.b_1", "x" * 200])
+def test_an_experiment_outside_of_the_home_is_found(home, tmp_path, monkeypatch, name):
+    exp_dir = tmp_path / "else where\n" / "title" / name
+    submission_id = _submit(exp_dir)
+    with pytest.raises(JobError, match="No experiment"):
+        find_record(submission_id)
+    remember(exp_dir)
+    monkeypatch.chdir("/")
+    assert find_record(submission_id).exp_dir == exp_dir
+    assert find_experiment(name) == find_experiment("title") == exp_dir
+    assert experiments() == [exp_dir]
 
 
 @pytest.fixture
