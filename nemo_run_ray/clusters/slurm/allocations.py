@@ -281,18 +281,17 @@ class Allocations:
             return str(self.ask("log_end", number=allocation.number, job=allocation.job))
         return ""
 
-    def cancel(self, why: str) -> bool:
-        """End the newest allocation now, with all that runs in it; whether there was anything.
+    def cancel(self, allocation: SlurmAllocation | None, why: str) -> bool:
+        """End an allocation now, with all that runs in it; whether there was anything to end.
 
         Raises:
             ClusterError: Slurm has not taken its job out of the queue; a second call tries again.
         """
-        newest = self.look()
         self._seen = float("-inf"), None
-        if newest is None or newest.over or newest.refused:
+        if allocation is None or allocation.over or allocation.refused:
             return False
-        has_ended = newest.end is not None and not newest.is_renewing
-        return bool(self.ask("cancel", number=newest.number, why=why, has_ended=has_ended))
+        has_ended = allocation.end is not None and not allocation.is_renewing
+        return bool(self.ask("cancel", number=allocation.number, why=why, has_ended=has_ended))
 
     # ------------------------------------------------------------------ archives
 

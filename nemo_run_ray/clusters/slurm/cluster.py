@@ -171,9 +171,9 @@ class SlurmCluster(Cluster):
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
         why = "it was ended by `nemo-run-ray down`"
-        is_ended = self._of_name.cancel(why)
+        is_ended = self._of_name.cancel(self._of_name.look(), why)
         if is_ended:  # its script may have asked for the next one meanwhile
-            self._of_name.cancel(why)
+            self._of_name.cancel(self._of_name.look(), why)
         return is_ended
 
     def _script(self, folder: str) -> str:
@@ -366,7 +366,7 @@ class BringUp:
             return False
         if newest.stop and not newest.why_over:
             with contextlib.suppress(ClusterError):  # Slurm may not have heard of it
-                self.allocations.cancel(newest.stop)
+                self.allocations.cancel(newest, newest.stop)
         why = newest.why_over or newest.stop or self._give_up_lost(newest)
         # Of several clients that wait, none submits again what would fail again; but Slurm's
         # controller may have been away when the job was submitted.

@@ -115,7 +115,7 @@ def leave(allocations: Allocations, user: str) -> None:
 
 
 def stop(allocations: Allocations) -> bool:
-    return allocations.cancel("it was ended")
+    return allocations.cancel(allocations.look(), "it was ended")
 
 
 def _nothing() -> None:
@@ -161,7 +161,7 @@ def test_a_claim_is_whole_or_does_not_exist(world):
     ("command", "script", "words"),
     [
         ("squeue", "exec sleep 60", "Slurm gives no answer"),
-        ("scancel", "exec sleep 60", "scancel timed out"),
+        ("scancel", "exec sleep 60", "Slurm gives no answer"),
         ("scancel", "echo Socket timed out on send/recv >&2; exit 1", "Socket timed out"),
     ],
 )
