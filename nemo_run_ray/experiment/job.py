@@ -1113,8 +1113,10 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
         given = [job for job in jobs if job.record.dispatcher == dispatch.id]
         states = [job.status_in(snapshot).state for job in given]
         if len(given) == len(dispatch.spec.jobs) > 1 and not all(one.is_terminal for one in states):
-            # One claim for all that have not started.
-            claim(given[0].api(), dispatch.spec.cancel_id, dispatch.spec.nonce)
+            # One claim for all that have not started; else they are cancelled one by one.
+            with contextlib.suppress(NemoRunRayError):
+                spec, api = dispatch.spec, given[0].api()
+                repeat(partial(claim, api, spec.cancel_id, spec.nonce), PATIENCE_S)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         ends = [pool.submit(_cancel, job) for job in jobs]
         try:

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.errors import ClusterError
+from nemo_run_ray.dashboard.jobs import JobsApi
+from nemo_run_ray.errors import ClusterError, Unanswered
 from nemo_run_ray.experiment import dispatch
+from nemo_run_ray.experiment import job as job_module
 from nemo_run_ray.experiment.job import cancel_all
 from nemo_run_ray.remote.status import JobExit, JobState
 from tests.fake_ray import FINDS_NO_ROOM, GOES_ON, NODE, Trouble
@@ -101,6 +103,34 @@ def test_a_whole_chain_is_cancelled_by_one_claim(ray, unique):
     assert [one.split(" ")[0] for one in told] == ["first", "second", "third"]
     assert list(ray.claims) == [submitted.dispatch.spec.cancel_id]
     assert ray.stops == [f"{submitted.id}.first"]
+
+
+@pytest.mark.parametrize("lost", [1, 99])
+def test_a_claim_of_a_chain_that_gets_lost_keeps_no_job_from_its_end(
+    ray, unique, monkeypatch, lost
+):
+    monkeypatch.setattr(job_module, "PATIENCE_S", 1.0)
+    submitted = Submitted(ray, unique, "first", "second after first")
+    claim = itertools.count()
+    post = JobsApi.post
+
+    def lose(self: JobsApi, body: dict[str, object]) -> None:
+        if body["submission_id"] == submitted.dispatch.spec.cancel_id and next(claim) < lost:
+            raise Unanswered("The connection broke off.")
+        post(self, body)
+
+    monkeypatch.setattr(JobsApi, "post", lose)
+    list(cancel_all(list(submitted.jobs.values())))
+    assert submitted.states() == dict.fromkeys(("first", "second"), "CANCELLED")
+    assert (submitted.dispatch.spec.cancel_id in ray.claims) == (lost == 1)
+
+
+@pytest.mark.parametrize(("state", "counts"), [("RUNNING", True), ("PENDING", False)])
+def test_a_job_with_a_claim_on_its_next_attempt_counts_while_it_runs(ray, one, state, counts):
+    name = f"{one.id}.job"
+    ray.rows[name].update(status=state)
+    one.claim("job")
+    assert (name in job_module.active(one.jobs["job"].api().table(fresh=True))) == counts
 
 
 def test_one_job_of_a_chain_that_waits_is_claimed(ray, unique):
