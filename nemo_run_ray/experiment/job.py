@@ -1143,13 +1143,17 @@ def _cancel(job: RemoteJob) -> str:
 
 
 def active(rows: JobRows) -> list[str]:
-    """Submission ids of the jobs that run or may start, which one that was given up may not."""
+    """Submission ids of the jobs that run or may start; a pending one with a claim may not."""
     given_up = set()
     for name, row in rows.items():
         first, _, number = name.rpartition("@")
         if attempt_of_row(row).claim and number.isdecimal():
             given_up.add(attempt_id(first, int(number) - 1))
-    return [name for name, row in rows.items() if is_active(row) and name not in given_up]
+    return [
+        name
+        for name, row in rows.items()
+        if is_active(row) and not (is_pending(row) and name in given_up)
+    ]
 
 
 def end_all(api: JobsApi) -> list[str]:
