@@ -53,6 +53,7 @@ from nemo_run_ray.experiment.logs import OF_RAY, attempt_mark, follow, output_of
 from nemo_run_ray.experiment.store import (
     SEEN,
     TERMINAL,
+    UNKEPT,
     AttemptRecord,
     Attempts,
     ExperimentStore,
@@ -202,7 +203,8 @@ class RemoteJob:
     @property
     def misses_log(self) -> bool:
         """Whether its log is still to be copied into the experiment's folder."""
-        return self.record.keep_logs_max_bytes != 0 and not self.kept.has_log
+        is_wanted = self.record.keep_logs_max_bytes != 0 and not self.record.is_log_given_up
+        return is_wanted and not self.kept.has_log
 
     @property
     def dispatch(self) -> Dispatch:
@@ -905,7 +907,7 @@ def record(
         copy_s: seconds to wait for the copies, which continue after that; ``None`` waits for all.
 
     Returns:
-        A sentence for each log that could not be copied.
+        A sentence for each log that could not be copied now; one that is given up is logged.
     """
     by_folder: dict[Path, list[tuple[RemoteJob, JobStatus]]] = {}
     for job, status in seen:
@@ -1015,13 +1017,16 @@ def _copy_all(
             again_at = float("inf")
             for copy in (_copy_log, _copy_driver_files, _copy_begin_times):
                 try:
+            job.record = store.ledger.job(job.id) or job.record  # another process may have tried
                     copy(store, job, status)
                 except (NemoRunRayError, OSError, ValueError) as error:
-                    problems.append(f"The log of {job.id} is not copied whole: {error}")
+                    problem = f"The log of {job.id} is not copied whole: {error}"
                     if not isinstance(error, (JobError, OSError)):
                         again_at = time.monotonic() + _COPY_AGAIN_S
                         break
-                    log.warning("%s", problems[-1])
+                    log.warning("%s", problem)
+                    if copy is _copy_log:
+                        store.ledger.note(UNKEPT, job.id)
             store.copy_again_at[job.id] = again_at
 
 

@@ -34,7 +34,7 @@ from nemo_run_ray.remote.status import Attempt, JobState, JobStatus, Reason
 log = logging.getLogger(__name__)
 
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
-TERMINAL, SEEN = "terminal", "seen"
+TERMINAL, SEEN, UNKEPT = "terminal", "seen", "unkept"
 #: Kind, submission id and values.
 Event = tuple[str, str, dict[str, Any]]
 #: Digits of seconds since the epoch, until the year 2286.
@@ -118,6 +118,7 @@ class JobRecord:
         last: the last event of its submission.
         terminal: its status, once a client has written down its end.
         attempts: what was seen of its attempts, by submission id.
+        is_log_given_up: its log could not be copied, and is not tried again.
     """
 
     submission_id: str
@@ -139,6 +140,7 @@ class JobRecord:
     last: str = INTENT
     terminal: JobStatus | None = None
     attempts: Mapping[str, AttemptRecord] = field(default_factory=dict)
+    is_log_given_up: bool = False
 
 
 class Ledger:
@@ -254,6 +256,8 @@ class Ledger:
             attempts = merged(record.attempts, {one.submission_id: one for one in seen})
             ended = read(JobStatus, event["status"]) if kind == TERMINAL else record.terminal
             record = replace(record, terminal=ended, attempts=attempts)
+        elif kind == UNKEPT:
+            record = replace(record, is_log_given_up=True)
         elif kind in (SUBMITTED, UNSETTLED):
             record = replace(record, last=kind)
         self._records[name] = record

@@ -16,7 +16,9 @@ from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import job as history
 from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.store import (
+    UNKEPT,
     Kept,
+    store_of,
 )
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.spec import NONCE_KEY
@@ -131,8 +133,10 @@ def test_a_log_that_the_cluster_does_not_have_is_given_up(ray, unique):
     ray.trouble = lambda method, path: Trouble(404, "no") if path.endswith("/logs") else None
     assert submitted.record() == {"job": "SUCCEEDED"}
     before = log_requests(ray)
+    store_of(submitted.exp_dir).copy_again_at.clear()  # of this process; another has none
     assert submitted.record() == {"job": "SUCCEEDED"}
     assert log_requests(ray) == before
+    assert store_of(submitted.exp_dir).ledger.path.read_text().count(UNKEPT) == 1
     assert kept(submitted) == {}
 
 
