@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,6 @@ _MOMENT_S = 10.0
 _LAST_LINES = 3
 #: Seconds that a start takes where there is room; before that nothing is asked.
 _STARTS_S = 3.0
-#: Attempts of a job that may have begun since a client has looked at it.
-_UNSEEN_MAX = 10
 #: Number of holders that a message names.
 _HOLDERS_MAX = 3
 
@@ -441,7 +439,8 @@ class RemoteJob:
         The remote half ends every process of a job before its own last line, unless it was killed.
         That of a group or of an array says whether it could, on all their nodes.
         """
-        never = "it never had a process"
+        which = f"its attempt {status.attempt}" if status.attempt > 1 else "it"
+        never = f"{which} never had a process"
         if not status.node:
             return never
         state, name = self.api().state, self.ran_as(status)
@@ -682,10 +681,14 @@ class RemoteJob:
         archive = self._archive()
         if archive is None:
             return []
-        # There may be more than anybody has seen.
-        numbers = range(1, len(self.record.attempts) + _UNSEEN_MAX)
-        logs = (archive.log(attempt_id(self.id, number)) for number in numbers)
-        return [log for log in logs if log is not None]
+        logs = []
+        for number in count(1):
+            path = archive.log(attempt_id(self.id, number))
+            if path is not None:
+                logs.append(path)
+            elif number > len(self.record.attempts):  # there may be more than anybody has seen
+                break
+        return logs
 
     def left_text(self) -> Iterator[str]:
         """The log that a cluster which has died has left."""
@@ -1014,14 +1017,15 @@ def _copy_all(
         for job, status in ended:
             if time.monotonic() < store.copy_again_at.get(job.id, 0):
                 continue
+            job.record = store.ledger.job(job.id) or job.record  # another process may have tried
             again_at = float("inf")
             for copy in (_copy_log, _copy_driver_files, _copy_begin_times):
                 try:
-            job.record = store.ledger.job(job.id) or job.record  # another process may have tried
                     copy(store, job, status)
                 except (NemoRunRayError, OSError, ValueError) as error:
                     problem = f"The log of {job.id} is not copied whole: {error}"
                     if not isinstance(error, (JobError, OSError)):
+                        problems.append(problem)
                         again_at = time.monotonic() + _COPY_AGAIN_S
                         break
                     log.warning("%s", problem)

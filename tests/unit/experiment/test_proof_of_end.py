@@ -35,3 +35,9 @@ def test_what_may_remain_of_a_cancelled_job(ray, unique, monkeypatch, lines, lef
     monkeypatch.setattr(StateApi, "last_lines", lambda *_: shown)
     status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, node="abcdef" * 5)
     assert job.proof_of_end(status) == leftover
+
+
+def test_an_attempt_that_never_started_says_nothing_of_the_one_before(ray, unique):
+    job = Submitted(ray, unique, "job").jobs["job"]
+    status = JobStatus(JobState.CANCELLED, Reason.CANCELLED, attempt=2)
+    assert job.proof_of_end(status) == "its attempt 2 never had a process"
