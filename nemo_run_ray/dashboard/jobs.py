@@ -303,14 +303,13 @@ class JobsApi:
             silent_s, has_begun = 0.0, True
             yield message if isinstance(message, str) else message.decode(errors="replace")
 
-    def whole_log(self, submission_id: str, silence_s: float = SLOW_S) -> Iterator[str]:
+    def whole_log(self, submission_id: str) -> Iterator[str]:
         """The log as it is now, piece by piece, whatever its size.
 
         Ray gives none of a job that never started; its message is what there is.
 
         Args:
             submission_id: of the job.
-            silence_s: seconds without a further piece after which it has broken off.
 
         Raises:
             StreamCut: it broke off.
@@ -326,7 +325,7 @@ class JobsApi:
             raise self._no_such_job(submission_id)
         is_empty = True
         try:
-            for text in filter(None, self._pieces(row, submission_id, silence_s)):
+            for text in filter(None, self._pieces(row, submission_id)):
                 is_empty = False
                 yield text
         except httpx.ConnectError as error:
@@ -338,11 +337,11 @@ class JobsApi:
         if has_failed and row.get("message"):
             yield f"{str(row['message']).strip()}\n"
 
-    def _pieces(self, row: JobRow, submission_id: str, silence_s: float) -> Iterator[str]:
+    def _pieces(self, row: JobRow, submission_id: str) -> Iterator[str]:
         """The log, or by the Jobs API where a front keeps the state API closed."""
         if node := row.get("driver_node_id"):
             query = {**log_query(node, submission_id, -1), "timeout": _READING_MAX_S}
-            with self._http.stream(LOG_FILE, silence_s, query) as response:
+            with self._http.stream(LOG_FILE, SLOW_S, query) as response:
                 if response.status_code == 200:
                     yield from decode_text(response.iter_bytes())
                     return
@@ -350,7 +349,7 @@ class JobsApi:
                     raise StreamCut(f"{self._http.url(LOG_FILE)}: HTTP {response.status_code}")
         path = f"{_job_path(submission_id)}/logs"
         try:
-            response = self._http.get(path, may_be_absent=True, limit_s=silence_s)
+            response = self._http.get(path, may_be_absent=True, limit_s=SLOW_S)
         except Unreachable as error:
             if not isinstance(error.__cause__, httpx.DecodingError):
                 raise

@@ -544,7 +544,11 @@ def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
         except Unanswered as error:
             trouble = error
         time.sleep(_STEP_S)
-    waited_s = limit_s if has_answered else _AWAY_S
+    if trouble is not None and not has_answered:
+        raise ClusterError(
+            f"It is not known whether {what} was told to end. {trouble} Cancel it again when the "
+            "cluster answers."
+        ) from trouble
     raise ClusterError(
         f"Within {waited_s:.0f} s of being cancelled {what} did not end: "
         f"{trouble or 'it is still running.'} Cancel it again, or look at it in Ray's dashboard."

@@ -153,12 +153,12 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         batch = self._batch(cfg)
         planned, place = self._in_order(planned, batch)
         submission_id = planned.submission_id
-        names = {batch.dispatcher_id: "its dispatcher", **batch.names}
-        other = names.get(submission_id, planned.job)
-        if other != planned.job:
+        names = {id_: f"the job {name!r}" for id_, name in batch.names.items()}
+        other = {**names, batch.dispatcher_id: "the dispatcher"}.get(submission_id)
+        if other not in (None, f"the job {planned.job!r}"):
             raise ConfigError(
-                f"The jobs {other!r} and {planned.job!r} of one experiment would get the same id "
-                f"{submission_id} on the cluster; rename one of them."
+                f"The job {planned.job!r} would get the id {submission_id} on the cluster, which "
+                f"{other} of the experiment has; give it another name."
             )
         batch.check(planned, is_dry=not is_running)
         batch.add(planned, cfg, place)

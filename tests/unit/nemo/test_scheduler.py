@@ -19,7 +19,7 @@ def test_two_names_that_would_get_one_id_are_refused_before_anything_starts(addr
     with run.Experiment(unique, executor=RayExecutor(address=address)) as experiment:
         experiment.add(run.Script(inline="true"), name="a b")
         experiment.add(run.Script(inline="true"), name=safe_id("a b"))
-        with pytest.raises(ConfigError, match="rename one of them"):
+        with pytest.raises(ConfigError, match="give it another name"):
             experiment.dryrun(log=False)
 
 
