@@ -173,8 +173,9 @@ class Dispatch:
         self.folder = exp_dir / "ray_dispatches" / name
         self._lock = threading.Lock()
         self._last: DispatchStatus | None = None
-        #: When this process may start its dispatcher again, by the monotonic clock.
-        self.revive_at = 0.0
+        #: When this process may start its dispatcher again, by the monotonic clock, and how often
+        #: it has done so.
+        self.revive_at, self.revivals = 0.0, 0
         self._nonces: frozenset[str] = frozenset()
         if record is not None:
             nonce = record.nonces[-1]
@@ -426,6 +427,9 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     return name
 
 
+_STARTED = "started again as "
+
+
 def resume(dispatch: Dispatch) -> str:
     """Start the dispatcher if it is dead and something is left to do, and say what was done."""
     all_records = store_of(dispatch.exp_dir).ledger.jobs().values()
@@ -448,13 +452,15 @@ def resume(dispatch: Dispatch) -> str:
         return "all is decided"
     if found.is_dispatched:
         return "its dispatcher is at work"
-    return f"started again as {start_dispatcher(dispatch, api, record)}"
+    return f"{_STARTED}{start_dispatcher(dispatch, api, record)}"
 
 
 # ---------------------------------------------------------------- while a client waits
 
 #: Seconds between two starts of a dispatcher by one process that finds it dead.
 _REVIVE_AGAIN_S = 20.0
+#: Starts by one process of a dispatcher that always ends at once.
+_REVIVALS_MAX = 20
 #: Seconds that the client that hands a dispatch over may need until its dispatcher is there.
 _SENDING_S = 120.0
 #: Seconds between two times that a waiting client tends.
@@ -513,11 +519,14 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
 def _revive(dispatch: Dispatch) -> None:
     """Start a dispatcher again that is dead and has something to do."""
     with store_of(dispatch.exp_dir).lock:
-        if time.monotonic() < dispatch.revive_at:
+        if time.monotonic() < dispatch.revive_at or dispatch.revivals >= _REVIVALS_MAX:
             return
         dispatch.revive_at = time.monotonic() + _REVIVE_AGAIN_S
     try:
         outcome = resume(dispatch)
+        if not outcome.startswith(_STARTED):
+            return  # another client was faster, or its cluster is gone
+        dispatch.revivals += 1
     except NemoRunRayError as error:
         outcome = f"it cannot be started: {error}"
     log.warning("The dispatcher %s was not at work: %s", dispatch.id, outcome)
@@ -550,7 +559,7 @@ def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
             "cluster answers."
         ) from trouble
     raise ClusterError(
-        f"Within {waited_s:.0f} s of being cancelled {what} did not end: "
+        f"Within {limit_s:.0f} s of being cancelled {what} did not end: "
         f"{trouble or 'it is still running.'} Cancel it again, or look at it in Ray's dashboard."
     ) from trouble
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from nemo_run_ray.experiment import dispatch
 from nemo_run_ray.experiment.dispatch import resume, tend
 from nemo_run_ray.experiment.store import store_of
 from tests.unit.experiment.conftest import Submitted
@@ -24,6 +25,24 @@ def test_a_dead_dispatcher_is_started_again_and_goes_on(ray, stopped, caplog):
     assert f"started again as {again}" in caplog.text
     assert ray.dispatch(stopped.dispatch.spec, rounds=20) == 0
     assert stopped.states() == {"first": "SUCCEEDED", "second": "SUCCEEDED"}
+
+
+def test_one_that_always_ends_at_once_is_given_up(ray, stopped, caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "_REVIVE_AGAIN_S", 0.0)
+    monkeypatch.setattr(dispatch, "_REVIVALS_MAX", 2)
+    for _ in range(4):
+        tend(stopped.exp_dir)
+        for name, row in ray.rows.items():
+            if name.startswith(stopped.dispatch.id):
+                row["status"] = "STOPPED"
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("found", ["its dispatcher is at work", "all is decided"])
+def test_nothing_is_told_when_another_client_was_faster(stopped, caplog, monkeypatch, found):
+    monkeypatch.setattr(dispatch, "resume", lambda _: found)
+    tend(stopped.exp_dir)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("ended_s", "is_left"), [(0, True), (300, False)])
