@@ -338,7 +338,7 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     record: JobRecord | None = None
     with contextlib.suppress(JobError):
         record = find_record(name)
-    if record is not None and record.session != session:
+    if record is not None and record.session != session and not _continues(record, api):
         raise SubmissionError(
             f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
             f"had before it was started again: {from_record(record.cluster)!r}, session "
@@ -356,3 +356,12 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
         )
     nonces = tuple(record.nonces) if record else (nonce_of(row),)
     return OutsideSpec(name, nonces, str((row.get("metadata") or {}).get(DISPATCHER_KEY, "")))
+
+
+def _continues(record: JobRecord, api: JobsApi) -> bool:
+    """Whether a job's dispatch continues in the Ray that is up, in a later allocation."""
+    if not api.dashboard.earlier.rows or not record.dispatcher:
+        return False
+    dispatcher = find_record(record.dispatcher)
+    row = api.job(dispatcher.submission_id)
+    return row is not None and nonce_of(row) in dispatcher.nonces

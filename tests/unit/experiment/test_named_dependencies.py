@@ -1,9 +1,15 @@
 """Jobs that wait for experiments by their titles or ids, on a simulated Ray."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.clusters.base import ClusterArchive
+from nemo_run_ray.dashboard.jobs import JobsApi
+from nemo_run_ray.errors import ConfigError, SubmissionError
+from nemo_run_ray.experiment.submit import outside_spec
 from nemo_run_ray.remote.status import JobExit
 from tests.conftest import refused
 from tests.fake_ray import FakeRay
@@ -72,3 +78,14 @@ def test_an_experiment_that_is_not_submitted_yet(ray, unique, prep):
     assert "has not submitted to Ray: b" in message
     ledger.unlink()
     assert "a, b" in refused(ConfigError, executor, f"{unique}y")
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_chain_may_have_continued_in_the_next_allocation(ray, unique, continues):
+    before = Submitted(ray, unique, "first", "second after first")
+    archive = ClusterArchive(rows=dict(ray.rows)) if continues else ClusterArchive()
+    api = JobsApi(replace(before.jobs["second"].api().dashboard, earlier=archive))
+    error = nullcontext() if continues else pytest.raises(SubmissionError, match="another cluster")
+    with error:
+        spec = outside_spec(f"ray_jobs://nemo_run/{before.id}.second", api, "the next session")
+        assert spec.dispatcher == before.dispatch.id
