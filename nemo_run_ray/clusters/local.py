@@ -275,7 +275,7 @@ class LocalCluster(Cluster):
         try:
             # This is written first: if this client dies here, the next one finds what to remove.
             self._write(state)
-            with open(self._log, "wb") as output:
+            with self._usable(), open(self._log, "wb") as output:
                 process = subprocess.Popen(
                     command,
                     env=self._environment(root),
@@ -352,18 +352,24 @@ class LocalCluster(Cluster):
         """
         from filelock import FileLock, Timeout
 
-        lock = FileLock(self._path / "lock")
+        lock = FileLock(self._path / "lock", timeout=_LOCK_LIMIT_S)
         with self._usable():
             self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for limit_s in (_SILENT_S, _LOCK_LIMIT_S):
-                with contextlib.suppress(Timeout), lock.acquire(timeout=limit_s):
-                    yield
-                    return
+            try:
+                lock.acquire(timeout=_SILENT_S)
+            except Timeout:
                 CONSOLE.log("Another process is starting or stopping the embedded Ray; waiting …")
-        raise ClusterError(
-            f"Another process has been starting or stopping the embedded Ray for "
-            f"{_LOCK_LIMIT_S:.0f} s (lock {lock.lock_file}); end it or wait for it."
-        )
+                try:
+                    lock.acquire()
+                except Timeout as error:
+                    raise ClusterError(
+                        f"Another process has been starting or stopping the embedded Ray for "
+                        f"{_LOCK_LIMIT_S:.0f} s (lock {lock.lock_file}); end it or wait for it."
+                    ) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _read(self) -> LocalState | None:
         """The state of a cluster that lives, else ``None``."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from filelock import Timeout
 
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import local
@@ -248,3 +249,12 @@ def test_of_one_that_was_stopped_the_job_table_is_kept(home, tmp_path):
     assert archive.reason == "the embedded Ray that had it has been stopped"
     assert archive.rows["x_1.job"]["status"] == "SUCCEEDED"
     assert archive.log("x_1.job") is None
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left", "/tmp/x"), Timeout("another lock")])
+def test_an_error_under_the_lock_is_raised_as_it_is(home, error):
+    with pytest.raises(type(error)) as caught, home._locked():
+        raise error
+    assert caught.value is error
+    with home._locked():
+        pass
