@@ -43,6 +43,8 @@ _UNHEARD = (
 _SUBMIT_S = 80.0
 #: Names and formats of the columns that Slurm gives for each job of this user.
 _COLUMNS = {"number": "%A", "state": "%T", "reason": "%r", "start": "%S", "folder": "%Z"}
+#: Exit code of a command that took too long, as ``timeout`` has it.
+_TIMED_OUT = 124
 Row = dict[str, Any]
 #: Name of the folder of a run: Slurm's number of the job, and how often it was restarted.
 _RUN = re.compile(r"\d+\.\d+")
@@ -234,14 +236,15 @@ class ClusterFolder:
         problem = ""
         for _ in range(2):  # a job may have ended since Slurm named it
             try:
-                rows = _jobs_of(path, _squeue())
+                rows, code = _jobs_of(path, _squeue()), 0
+                if rows:
+                    code, problem = _command("scancel", *(row["number"] for row in rows))
+                if code == _TIMED_OUT:
+                    raise TimeoutError
             except TimeoutError:
                 if is_noted and run is not None and not (run / "end.json").exists():
                     return True  # its head ends it
                 raise TimeoutError(_UNHEARD if is_noted else "Slurm gives no answer.") from None
-            code, problem = (
-                _command("scancel", *(row["number"] for row in rows)) if rows else (0, "")
-            )
             # One that is completing ends, or Slurm is about to start it again.
             if code == 0 or all(row["state"] == "COMPLETING" for row in rows):
                 with contextlib.suppress(OSError):
@@ -264,9 +267,10 @@ class ClusterFolder:
         new = path.with_name(f"queue.{os.uname().nodename}.{os.getpid()}")
         with contextlib.suppress(OSError):  # a full disk
             new.touch()
-            began_at = _changed_at(new)
-            with contextlib.suppress(TimeoutError):
-                rows = _squeue()
+        began_at = _changed_at(new)
+        with contextlib.suppress(TimeoutError):
+            rows = _squeue()
+        with contextlib.suppress(OSError):
             new.write_text(json.dumps({"at": time.time(), "rows": rows}), encoding="utf-8")
             os.utime(new, (began_at, began_at))
             os.replace(new, path)
@@ -322,7 +326,7 @@ def _command(*argv: str, script: str = "", limit_s: float = ANSWER_S) -> tuple[i
     except FileNotFoundError:
         return 127, f"there is no command {argv[0]!r} on this host"
     except subprocess.TimeoutExpired:
-        return 1, f"{argv[0]} timed out: Slurm gives no answer."
+        return _TIMED_OUT, f"{argv[0]} timed out: Slurm gives no answer."
     output = done.stderr if done.returncode else done.stdout
     return done.returncode, output.decode(errors="replace")
 

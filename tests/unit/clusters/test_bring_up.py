@@ -14,6 +14,7 @@ import pytest
 
 from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm import allocations as allocations_module
+from nemo_run_ray.clusters.slurm import on_login
 from nemo_run_ray.clusters.slurm.allocations import Allocations
 from nemo_run_ray.clusters.slurm.cluster import BringUp
 from nemo_run_ray.clusters.slurm.login import Login
@@ -114,6 +115,13 @@ def leave(allocations: Allocations, user: str) -> None:
     allocations.ask("leave", user=user, why=allocations_module.LEFT_EARLY)
 
 
+def impatient(monkeypatch) -> None:
+    """Let Slurm have little time for an answer."""
+    name = "nemo_run_ray.clusters.slurm.on_login"
+    program = allocations_module._MODULES[name].replace("ANSWER_S = 15.0", "ANSWER_S = 0.2")
+    monkeypatch.setitem(allocations_module._MODULES, name, program)
+
+
 def stop(allocations: Allocations) -> bool:
     return allocations.cancel(allocations.look(), "it was ended")
 
@@ -166,15 +174,45 @@ def test_a_claim_is_whole_or_does_not_exist(world):
     ],
 )
 def test_a_stop_that_slurm_does_not_do_can_be_repeated(world, command, script, words, monkeypatch):
-    name = "nemo_run_ray.clusters.slurm.on_login"
-    program = allocations_module._MODULES[name].replace("ANSWER_S = 15.0", "ANSWER_S = 0.2")
-    monkeypatch.setitem(allocations_module._MODULES, name, program)
+    impatient(monkeypatch)
     allocations = world.submitted()
     (world.slurm.parent / "bin" / command).write_text(f"#!/bin/sh\n{script}\n")
     with pytest.raises(ClusterError, match=words):
         stop(allocations)
     assert allocations.look().stop == "it was ended"
     assert not allocations.look().why_over
+
+
+@pytest.mark.parametrize("command", ["squeue", "scancel"])
+def test_the_head_ends_an_allocation_when_slurm_gives_no_answer(world, command, monkeypatch):
+    impatient(monkeypatch)
+    world.events = [world.ready]
+    client = world.client()
+    client.run()
+    (world.slurm.parent / "bin" / command).write_text("#!/bin/sh\nexec sleep 60\n")
+    assert stop(client.allocations)
+    assert (world.life() / "stop").read_text() == "it was ended"
+
+
+def test_slurm_is_asked_with_a_full_disk(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(on_login, "_squeue", list)
+    monkeypatch.setattr(Path, "touch", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    assert on_login.ClusterFolder(str(tmp_path))._queue(30.0, 0.0) == []
+
+
+def test_the_allocation_that_was_judged_is_cancelled_and_no_newer_one(world):
+    allocations = world.submitted()
+    first = allocations.look()
+    stop(allocations)
+    assert claim(allocations, 2, "second")
+    submit(allocations, 2)
+    allocations.cancel(first, "it was ended")
+    assert allocations.look().number == 2
+    assert not allocations.look().stop
 
 
 @pytest.mark.parametrize(
