@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import warnings
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,7 +94,7 @@ class ExistingCluster(Cluster):
         return self.url
 
     def connect(self) -> Dashboard:
-        headers, step = {}, ""
+        headers, step, names = {}, "", ""
         for name, value in self.headers.items():
             headers[name] = _VARIABLE.sub(partial(_variable, name), value)
             _check_header(name, headers[name])
@@ -105,6 +105,10 @@ class ExistingCluster(Cluster):
         if token is not None and not step:
             headers["Authorization"] = f"Bearer {token}"
         dashboard = Dashboard(self.url, headers, self.verify, step)
+        if names:
+            dashboard = replace(dashboard, token_at=f"the variable {names}")
+        elif self.token is not None:
+            dashboard = replace(dashboard, token_at="the token= of your program")
         sent = [name for name in headers if is_credential_name(name)]
         if sent and self.url.startswith("http://") and not dashboard.is_loopback:
             _warn_once(

@@ -201,9 +201,12 @@ class SlurmCluster(Cluster):
         url = allocation.head.dashboard
         if not self._login.is_here:
             url = self._login.forward(allocation.head.address, allocation.head.dashboard_port)
+        place = "" if self._login.is_here else f" on {self._login.name}"
+        path = os.path.join(self._of_name.path(allocation.number), allocation.run, "token")
         return Dashboard(
             url,
             {"Authorization": f"Bearer {allocation.token}"},
+            token_at=f"{path}{place}",
             why_dead=partial(self._why_dead, allocation),
             earlier=self._of_name.earlier(allocation),
         )

@@ -64,6 +64,19 @@ def test_what_goes_to_another_host_in_clear_is_warned_of_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({}, "RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"),
+        ({"token": "t"}, "the token= of your program"),
+        ({"headers": {"Authorization": "Bearer ${THEIRS}"}}, "the variable THEIRS"),
+    ],
+)
+def test_where_a_user_finds_the_token(monkeypatch, fields, place):
+    monkeypatch.setenv("THEIRS", "t")
+    assert ExistingCluster(SAFE, **fields).connect().token_at == place
+
+
+@pytest.mark.parametrize(
     "name", ["Authorization", "proxy-authorization", "Cookie", "X-Api-Key", "X-Other"]
 )
 def test_credentials_in_clear_are_refused_and_not_repeated(name):
