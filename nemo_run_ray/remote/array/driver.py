@@ -464,7 +464,9 @@ class ArrayDriver:
         failures += now >= not_before  # several hosts of a node count once
         pause_s = min(_AGAIN_S * 2 ** min(failures - 1, 10), _AGAIN_MAX_S)
         self._refusals[node_id] = failures, now + pause_s
-        if cause is not None or failures >= _DEATHS_MAX:
+        others = (one for one in self.hosts.values() if one.record.node_id == node_id)
+        is_proven = any(one.state is not HostState.STARTING for one in others)
+        if not is_proven and (cause is not None or failures >= _DEATHS_MAX):
             self._cannot.add(node_id)
         fitting = {one.node_id for one in nodes_that_fit(self._request, list(self._nodes.values()))}
         write(f"{reason}\n")

@@ -225,6 +225,15 @@ def test_what_does_not_end_on_a_node_is_named_and_looked_at_again(cluster, capfd
     assert not cluster.driver.dead
 
 
+def test_a_further_host_that_cannot_begin_is_no_end_of_one_that_runs(cluster, host):
+    cluster.look()
+    _, further = cluster.on("n1")
+    cluster.tells(further, at="unprepared", reason=NO_ROOM)
+    assert cluster.driver.broken is None
+    cluster.tells(host, at="unprepared", reason=NO_ROOM)
+    assert cluster.driver.broken is not None
+
+
 @pytest.mark.parametrize("end", ["gone", "stuck"])
 def test_a_host_that_does_not_leave_is_swept(cluster, end):
     (host,) = cluster.on("n1")
