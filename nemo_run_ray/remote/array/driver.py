@@ -340,10 +340,8 @@ class ArrayDriver:
         """Write down what has changed, and return when the disk has it.
 
         A disk that is full is waited for: meanwhile no element is started, and those that run
-        continue. An array that was cancelled waits no longer.
-
-        Raises:
-            OSError: the disk is still full, and nothing else is to be done.
+        continue. An array that was cancelled waits no longer, and one of which nothing runs any
+        more is broken at last.
         """
         until = time.monotonic() + _DISK_S
         while True:
@@ -352,11 +350,12 @@ class ArrayDriver:
                 return
             except OSError as error:
                 say(f"the head cannot write its journal ({error}); no element is started meanwhile")
-                if self._stopped_by == "":
-                    return
                 is_last = self._is_stopped or self._progress.is_settled
                 if is_last and time.monotonic() >= until:
-                    raise
+                    unwritten = "how the last elements have ended, or their results"
+                    self.broken = Reason.EXIT_CODE, f"the head's disk has not taken {unwritten}"
+                if self._stopped_by == "" or self.broken is not None:
+                    return
             time.sleep(_LOOK_S)
             self._obey()
 

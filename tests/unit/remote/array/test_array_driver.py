@@ -324,3 +324,14 @@ def test_a_cancel_while_the_heads_disk_is_full_says_so(cluster, drive, host, mon
     assert drive.code == 143
     assert drive.seconds <= 30, "nobody waits for the disk after a cancel"
     assert "cannot write its journal ([Errno 28] No space" in capfd.readouterr().out
+
+
+def test_an_array_whose_ends_the_disk_does_not_take_ends_with_that(
+    cluster, drive, host, monkeypatch
+):
+    cluster.end_all(host)
+    monkeypatch.setattr(LinesFile, "commit", full_disk)
+    unwritten = "how the last elements have ended, or their results"
+    assert (drive.run(), drive.code) == (f"the head's disk has not taken {unwritten}", 1)
+    assert drive.seconds <= 75
+    assert cluster.runner.left_on == ()
