@@ -379,6 +379,8 @@ class ArrayDriver:
                 with open(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
                     request = json.load(file)
                 wanted = self._leases.cancel(request["cancel"], request["only_waiting"])
+            except FileNotFoundError:
+                continue  # its client has given up
             except (OSError, ValueError, TypeError, KeyError) as error:
                 say(f"{path} is no request to cancel elements: {error}")
             else:

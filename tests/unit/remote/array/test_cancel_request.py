@@ -56,6 +56,12 @@ def test_what_is_no_request_is_removed(cluster, tmp_path, text):
     assert cluster.leases.progress.ended_count == 0
 
 
+def test_a_request_whose_client_has_given_up_is_passed_over(cluster, folder, capfd):
+    cluster.requests = [os.path.join(folder, "gone")]
+    cluster.driver._cancel_requested()
+    assert not capfd.readouterr().out
+
+
 def test_a_request_of_another_array_is_none(folder, tmp_path):
     (tmp_path / "nemo_run_ray-e_1.array2.cancel~x").write_text("of another array")
     assert request_paths(folder, ARRAY) == []
