@@ -183,6 +183,10 @@ def _code_of(template: Any, order: dict[str, Any]) -> int:
             template = load_json(order["template"])
         _set(template, order["fields"])
         value = fdl.build(template)()
+        with suppress(TypeError, ValueError, RecursionError):  # else it is for the element alone
+            text = json.dumps(value)
+            if value is not None and len(text) <= RESULT_MAX:
+                Path(order["result"]).write_text(text, encoding="utf-8")
     except SystemExit as error:
         if isinstance(error.code, (int, type(None))):
             return (error.code or 0) & 0xFF
@@ -191,10 +195,6 @@ def _code_of(template: Any, order: dict[str, Any]) -> int:
     except BaseException:  # an element's own, of any kind
         traceback.print_exc()
         return 1
-    with suppress(TypeError, ValueError, RecursionError):  # else it is for the element alone
-        text = json.dumps(value)
-        if value is not None and len(text) <= RESULT_MAX:
-            Path(order["result"]).write_text(text, encoding="utf-8")
     return 0
 
 

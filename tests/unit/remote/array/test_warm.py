@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,3 +102,10 @@ def test_a_script_that_reads_its_arguments_does_not_end_the_task(runs, says):
     assert code == 0
     assert "The launching script ended with SystemExit: 2 when it ran here." in printed
     assert printed.startswith("x True\n")
+
+
+def test_an_element_whose_result_cannot_be_written_says_so(runs, tmp_path):
+    (tmp_path / "result").mkdir()
+    code, printed = runs(textwrap.dedent)
+    assert code == 1
+    assert "IsADirectoryError: " in printed
