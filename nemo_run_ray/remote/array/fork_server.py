@@ -43,35 +43,49 @@ _IMPORT_S = 10.0
 
 
 def main(argv: list[str]) -> None:
-    from fiddle.experimental.serialization import load_json
-
     _, how, elements, last = argv
     path = Path(elements)
     with path.open("rb") as file:
         header = json.loads(next(line for line in file if line.startswith(b"{")))
     root = path.parent.parent.parent
-    if (root / "__main__.py").exists():
-        _load_main(root)
-    # In Fiddle's own classes; what the user's ``__main__`` defines comes first.
-    template = header.get("template") and load_json(header["template"])
+    main_ended = _load_main(root) if (root / "__main__.py").exists() else ""
+    template = header.get("template") and _load(header["template"], main_ended)
     if how == "once":
-        _run(template, json.loads(last))
+        _run(template, json.loads(last), main_ended)
     channel = socket.socket(fileno=int(last))
     os.set_inheritable(channel.fileno(), False)
     if template is None:
         _import_tasks(path)
-    _serve(channel, template)
+    _serve(channel, template, main_ended)
 
 
-def _load_main(root: Path) -> None:
-    """Run the user's ``__main__`` if it was sent, as NeMo-Run's own runner does."""
+def _load_main(root: Path) -> str:
+    """Run the user's ``__main__`` as NeMo-Run's own runner does; the error that ended it."""
     from nemo_run.run.experiment import maybe_load_external_main
 
     try:
         maybe_load_external_main(root)
     except BaseException as error:  # the task may do without it
-        reason = f"{type(error).__name__}: {error}"
-        print(f"The launching script ended with {reason} when it ran here.", file=sys.stderr)
+        package = type(error).__module__.partition(".")[0]
+        if not isinstance(error, SystemExit) and package != "nemo_run_ray":
+            traceback.print_exc()
+        ended = f"The launching script ended with {type(error).__name__}: {error} when it ran here."
+        print(ended, file=sys.stderr)
+        return ended
+    return ""
+
+
+def _load(text: str, main_ended: str) -> Any:
+    """A configuration in Fiddle's own classes; what the user's ``__main__`` defines comes first."""
+    from fiddle.experimental.serialization import load_json
+
+    try:
+        return load_json(text)
+    except Exception as error:
+        if not main_ended:
+            raise
+        what = str(error).partition("\n")[0]  # Fiddle adds a line
+        raise ImportError(f"{what}. {main_ended}") from error
 
 
 def _import_tasks(path: Path) -> None:
@@ -89,7 +103,7 @@ def _import_tasks(path: Path) -> None:
                     load_json(task)
 
 
-def _serve(channel: socket.socket, template: Any) -> None:
+def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
     """Fork a process for each order until the host has closed the socket."""
     names = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
     obstacles = [f"have started the thread {name!r}" for name in names]
@@ -109,7 +123,7 @@ def _serve(channel: socket.socket, template: Any) -> None:
         try:
             child = os.fork()
             if child == 0:
-                _fork_element(channel, template, order, fds[0])
+                _fork_element(channel, template, order, main_ended, fds[0])
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         except OSError as error:
             code = error.errno or 1
@@ -121,7 +135,7 @@ def _serve(channel: socket.socket, template: Any) -> None:
 
 
 def _fork_element(
-    channel: socket.socket, template: Any, order: dict[str, Any], output: int
+    channel: socket.socket, template: Any, order: dict[str, Any], main_ended: str, output: int
 ) -> NoReturn:
     """Fork an element in a child, and end when it has begun: then the host is its parent."""
     code, (begun, begins) = 0, os.pipe()
@@ -131,7 +145,7 @@ def _fork_element(
             os.write(begins, b"1")
             os.close(begun)
             os.close(begins)
-            _run(template, order)
+            _run(template, order, main_ended)
         os.close(begins)
         code = 0 if os.read(begun, 1) else errno.ECHILD
     except OSError as error:
@@ -161,9 +175,9 @@ def _become_element(channel: socket.socket, order: dict[str, Any], output: int) 
     channel.close()
 
 
-def _run(template: Any, order: dict[str, Any]) -> NoReturn:
+def _run(template: Any, order: dict[str, Any], main_ended: str) -> NoReturn:
     """Run an element and leave."""
-    code = _code_of(template, order)
+    code = _code_of(template, order, main_ended)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -173,14 +187,13 @@ def _run(template: Any, order: dict[str, Any]) -> NoReturn:
         os._exit(code)
 
 
-def _code_of(template: Any, order: dict[str, Any]) -> int:
+def _code_of(template: Any, order: dict[str, Any], main_ended: str) -> int:
     """Run an element; its exit code."""
     try:
         import fiddle as fdl
-        from fiddle.experimental.serialization import load_json
 
         if order["template"]:
-            template = load_json(order["template"])
+            template = _load(order["template"], main_ended)
         _set(template, order["fields"])
         value = fdl.build(template)()
         with suppress(TypeError, ValueError, RecursionError):  # else it is for the element alone

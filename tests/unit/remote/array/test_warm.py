@@ -104,6 +104,19 @@ def test_a_script_that_reads_its_arguments_does_not_end_the_task(runs, says):
     assert printed.startswith("x True\n")
 
 
+def test_a_script_that_ends_before_its_function_is_known_is_named(runs, monkeypatch):
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(own, "__module__", "__main__")
+    monkeypatch.setattr(main, "own", own, raising=False)
+    monkeypatch.setattr(main, "__file__", __file__, raising=False)  # NeMo-Run looks at it
+    code, printed = runs(own, main="import helper\ndef own(text): print(text)")
+    assert code == 1
+    assert '__main__.py", line 1, in <module>' in printed
+    ended = "The launching script ended with ModuleNotFoundError: No module named 'helper'"
+    last = f"ImportError: module '__main__' has no attribute 'own'. {ended} when it ran here.\n"
+    assert printed.endswith(last)
+
+
 def test_an_element_whose_result_cannot_be_written_says_so(runs, tmp_path):
     (tmp_path / "result").mkdir()
     code, printed = runs(textwrap.dedent)
