@@ -150,6 +150,9 @@ def _fork_element(
         code = 0 if os.read(begun, 1) else errno.ECHILD
     except OSError as error:
         code = error.errno or 1
+    except BaseException:  # of NumPy or PyTorch, when the element has begun
+        traceback.print_exc()
+        code = 1
     finally:
         os._exit(code)
 
@@ -164,15 +167,15 @@ def _become_element(channel: socket.socket, order: dict[str, Any], output: int) 
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    os.environ.update(order["env"])
+    # This fails where the host listens no more: it asks another process for the element.
+    _send(channel, at="begun", key=order["key"], pid=os.getpid())
+    channel.close()
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:  # Python's own module takes new seeds by itself
         numpy.random.seed()
     if torch is not None:
         torch.seed()
-    os.environ.update(order["env"])
-    # This fails where the host listens no more: it asks another process for the element.
-    _send(channel, at="begun", key=order["key"], pid=os.getpid())
-    channel.close()
 
 
 def _run(template: Any, order: dict[str, Any], main_ended: str) -> NoReturn:

@@ -339,3 +339,15 @@ def test_what_a_forked_element_leaves_in_a_session_of_its_own_ends_with_it(host,
     (tmp_path / "go").touch()
     assert host.ended() == [0, 1, 0]
     wait(lambda: is_zombie(pid), within_s=1)  # without memory it has no environment, and ends now
+
+
+def test_an_element_whose_random_numbers_get_no_new_seed_fails_with_the_reason(
+    host, forks, package
+):
+    main = package / JOBS / "__main__.py"
+    main.write_text("import sys, types\nsys.modules['numpy'] = types.SimpleNamespace(random=1)\n")
+    host.prepare(("python",), **forks)
+    main.unlink()
+    host.run(0)
+    _, _, code, _, reason = host.until("ended", within_s=60)["row"]
+    assert (code, "AttributeError: 'int' object has no attribute 'seed'" in reason) == (1, True)
