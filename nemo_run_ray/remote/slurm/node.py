@@ -41,6 +41,8 @@ _RETRY_S = 5.0
 _LEAVE_S = 20.0
 _NOT_FOUND = 127
 _TEMP_ROOT = "/tmp"
+#: File in Ray's folder that the programs of its nodes lock while they live.
+_LOCK = "lock"
 #: Copies what has changed in Ray's logs, once or with pauses. A process of its own does it, so that
 #: a node still shows that it lives: the folder may be slow, and the logs large. A copy that breaks
 #: off leaves a torn file that is newer than its log: all are copied again after it.
@@ -111,6 +113,7 @@ class NodeProgram(ABC):
         self._restart_at: Optional[float] = None
         self._sidecars: List[Tuple[str, Optional[Child], str, Any]] = []
         self._copies: List[Child] = []
+        self._held: Optional[int] = None  # the lock of Ray's folder, while this process lives
         self.leaves_at = float("inf")
         self._beaten_at = self._looked_at = float("-inf")
         #: In this turn the files that seldom change are read.
@@ -261,12 +264,7 @@ class NodeProgram(ABC):
         os.makedirs(settings.logs, exist_ok=True)
         self.folder.beat()
         if not self.env.get("RAY_TEMP_DIR"):
-            own = os.path.dirname(settings.temp_dir)
-            os.makedirs(own, 0o700, exist_ok=True)
-            if os.lstat(own).st_uid != os.getuid():
-                raise CannotContinue(
-                    f"the folder {own} for Ray is another user's; set RAY_TEMP_DIR to your own"
-                )
+            self._held = hold_folder(os.path.dirname(settings.temp_dir))
         os.makedirs(settings.temp_dir, exist_ok=True)
         if settings.log_sync_s is not None:
             self._copies.append(self._copy_logs(settings.log_sync_s))
@@ -377,6 +375,39 @@ def temp_dir_of(job: str) -> str:
     It lies in a folder of this user alone: Ray lets everybody write into its own.
     """
     return os.path.join(own_folder(os.path.join(_TEMP_ROOT, f"nrr-{os.getuid()}-{job}")), "r")
+
+
+def hold_folder(path: str) -> int:
+    """Make Ray's folder, and remove those of this user's runs that were killed here.
+
+    Returns:
+        A descriptor of its lock, which this process has while it lives. Nodes that share the
+        folder share the lock.
+
+    Raises:
+        CannotContinue: it is another user's.
+    """
+    import fcntl
+    import shutil
+
+    for entry in os.scandir(_TEMP_ROOT):
+        with suppress(OSError):  # its program lives, or another one has just removed it
+            is_own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            if is_own and entry.name.startswith(f"nrr-{os.getuid()}-"):
+                with open(os.path.join(entry.path, _LOCK), "rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(entry.path, ignore_errors=True)
+    while True:
+        os.makedirs(path, 0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # another program has just removed it
+            if os.lstat(path).st_uid != os.getuid():
+                raise CannotContinue(
+                    f"the folder {path} for Ray is another user's; set RAY_TEMP_DIR to your own"
+                )
+            held = os.open(os.path.join(path, _LOCK), os.O_CREAT | os.O_RDONLY, 0o600)
+            fcntl.flock(held, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(held), os.lstat(os.path.join(path, _LOCK))):
+                return held
 
 
 def with_pre_start(argv: List[str], pre_start: str, env: Env) -> List[str]:

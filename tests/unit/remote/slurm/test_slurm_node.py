@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings
 from nemo_run_ray.remote.slurm.folder import HeadAddress, NodeReport, RunFolder
 from nemo_run_ray.remote.slurm.head import Head
-from nemo_run_ray.remote.slurm.node import Worker
+from nemo_run_ray.remote.slurm.node import Worker, hold_folder
 from tests.conftest import wait_for
 
 _HEAD = HeadAddress("127.0.0.1", 6379, 8265)
@@ -152,3 +153,31 @@ def test_a_folder_of_another_user_is_not_used(begin, monkeypatch, tmp_path):
     monkeypatch.setattr(node.os, "getuid", lambda: 12345)
     with pytest.raises(settings.CannotContinue, match="is another user's"):
         worker._begin()
+
+
+#: A program that holds its folder until it is killed.
+_HOLDER = """
+import sys, time
+from nemo_run_ray.remote.slurm import node
+node._TEMP_ROOT, path = sys.argv[1:]
+held = node.hold_folder(path)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_folder_of_a_run_that_was_killed_is_removed_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "_TEMP_ROOT", str(tmp_path))
+    theirs, own = (tmp_path / f"nrr-{os.getuid()}-{job}" for job in ("7.0", "9.0"))
+    words = [sys.executable, "-c", _HOLDER, str(tmp_path), str(theirs)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        held = [hold_folder(str(own)) for _ in range(2)]  # of two nodes that share it
+        assert theirs.exists(), "its program lives"
+        holder.kill()
+        holder.wait()
+        os.close(hold_folder(str(tmp_path / "other")))
+    assert not theirs.exists()
+    assert own.exists()
+    list(map(os.close, held))
