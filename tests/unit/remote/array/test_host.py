@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -351,3 +352,13 @@ def test_an_element_whose_random_numbers_get_no_new_seed_fails_with_the_reason(
     host.run(0)
     _, _, code, _, reason = host.until("ended", within_s=60)["row"]
     assert (code, "AttributeError: 'int' object has no attribute 'seed'" in reason) == (1, True)
+
+
+def test_notes_are_found_in_a_folder_that_has_become_full(temporary, tmp_path, monkeypatch):
+    """Python then takes another one for temporary files."""
+    (temporary / f"nemo_run_{os.getuid()}").mkdir()
+    notes_module.Notes("x").add([0, 1])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert notes_module.read_notes("x") == ([], [[0, 1]])
+    notes_module.forget("x")
+    assert notes_module.read_notes("x") == ([], [])
