@@ -82,7 +82,10 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
             starts = HostStarts(ray, spec, job, secrets, config, leases.progress.count)
             status = StatusFile(folder, submission_id)
             calls = Calls(ray, _GATHER_S)
-            return ArrayDriver(runner, spec, leases, ray, starts, calls, status, requests).run()
+            driver = ArrayDriver(runner, spec, leases, ray, starts, calls, status, requests)
+            code = driver.run()
+            starts.wait()
+            return code
         finally:
             for late in requests():
                 with suppress(OSError):
@@ -154,6 +157,7 @@ class HostStarts:
         }
         self._actors, self._program = Actors(ray), ray.remote(module_function())
         self._on = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        self._forgetting: List[Any] = []
 
     def free(self) -> Dict[str, Dict[str, float]]:
         """The free resources of every node."""
@@ -187,12 +191,28 @@ class HostStarts:
 
     def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Any:
         """Start the program of ``notes.py`` on a node; a reference for ``swept``."""
-        request = json.dumps([[record.number, record.tag, record.run_dir] for record in records])
+        rows = [[record.number, record.tag, record.run_dir] for record in records]
+        return self._run_notes(node_id, {"sweep": rows, "forget": []})
+
+    def forget(self, node_id: str, run_dirs: Sequence[str]) -> None:
+        """Remove notes on a node: the journal has what they say."""
+        request = {"sweep": [], "forget": run_dirs}
+        self._forgetting.append(self._run_notes(node_id, request))
+
+    def wait(self) -> None:
+        """Wait a moment until all notes are removed."""
+        if self._forgetting:
+            count = len(self._forgetting)
+            self._ray.wait(self._forgetting, num_returns=count, timeout=_END_MARGIN_S)
+
+    def _run_notes(self, node_id: str, request: Mapping[str, Any]) -> Any:
         env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
         task = self._program.options(
             num_cpus=0, max_retries=0, scheduling_strategy=self._on(node_id, soft=False)
         )
-        return task.remote(self._actors.package, PROGRAM, f"{__package__}.notes", request, env)
+        return task.remote(
+            self._actors.package, PROGRAM, f"{__package__}.notes", json.dumps(request), env
+        )
 
     def swept(self, reference: Any) -> Optional[Mapping[str, Any]]:
         """The answer of a sweep; ``None`` when it is not there yet."""
@@ -591,6 +611,9 @@ class ArrayDriver:
                     )
                 self.dead.discard(number)
             self._commit()
+            swept = [self._leases.hosts[number].run_dir for number, *_ in answer["swept"]]
+            if swept:
+                self._starts.forget(node_id, swept)
 
     # ------------------------------------------------------------------ the end
 

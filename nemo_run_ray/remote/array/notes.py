@@ -2,8 +2,10 @@
 
 When a host has died, another process on its node ends what it has left and prints its notes::
 
-    [[number, tag, run_dir], ...]                                       on standard input
+    {"sweep": [[number, tag, run_dir], ...], "forget": [run_dir, ...]}  on standard input
     {"swept": [[number, ended, begun], ...], "remaining": "process 7"}  on standard output
+
+It removes notes when the driver has written down what they say.
 """
 
 from __future__ import annotations
@@ -79,14 +81,14 @@ def _path_in(folder: str, run_dir: str) -> str:
 def main(argv: Sequence[str]) -> None:
     """Sweep, as the module's text says."""
     command.restore_tmpdir()
-    rows = json.load(sys.stdin)
-    remaining = _end_all([tag for _, tag, _ in rows])
-    swept = []
-    for number, _, run_dir in [] if remaining else rows:
-        swept.append([number, *read_notes(run_dir)])
-        folder = _folder_of(run_dir)
+    request = json.load(sys.stdin)
+    for run_dir in request["forget"]:
         forget(run_dir)
-        RunDir(run_dir, base=folder).remove()
+    remaining = _end_all([tag for _, tag, _ in request["sweep"]])
+    swept = []
+    for number, _, run_dir in [] if remaining else request["sweep"]:
+        swept.append([number, *read_notes(run_dir)])
+        RunDir(run_dir, base=_folder_of(run_dir)).remove()
     print(json.dumps({"swept": swept, "remaining": remaining}))
 
 

@@ -60,6 +60,7 @@ class Starts:
         self.ray = ray
         self.sweeps: dict[str, list[int]] = {}
         self.answers: dict[str, dict[str, Any]] = {}
+        self.forgotten: list[str] = []
 
     def free(self) -> dict[str, dict[str, float]]:
         return {node: {"CPU": 2.0} for node in self.ray.alive if node not in self.ray.busy}
@@ -72,6 +73,9 @@ class Starts:
     def sweep(self, node_id: str, records: list[HostRecord]) -> str:
         self.sweeps[node_id] = [record.number for record in records]
         return node_id
+
+    def forget(self, node_id: str, run_dirs: list[str]) -> None:
+        self.forgotten.extend(run_dirs)
 
     def swept(self, node_id: str) -> dict[str, Any] | None:
         return self.answers.pop(node_id, None)

@@ -175,6 +175,7 @@ def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
 
     cluster.sweep(host, ended=[row(0)], begun=[[1, 1]])
 
+    assert cluster.starts.forgotten == [host.record.run_dir]
     assert cluster.attempts() == [1, 1, *[0] * 10]
     assert cluster.leases.progress.number(ElementState.WAITING) == 11
     cluster.ready(other)

@@ -150,13 +150,14 @@ def _begin_three(host: Host, tmp_path: Path) -> None:
     wait((tmp_path / "1").exists)
 
 
-def sweep(package: Path, *hosts: Host) -> dict[str, Any]:
+def sweep(package: Path, *hosts: Host, forget: bool = False) -> dict[str, Any]:
     """Run the program that ends what dead hosts have left; its answer."""
     rows = [[number, one.tag, one.run_dir] for number, one in enumerate(hosts)]
+    request = {"sweep": rows, "forget": [one.run_dir for one in hosts if forget]}
     module = "nemo_run_ray_remote.array.notes"
     words = [sys.executable, "-I", "-c", PROGRAM, str(package), "", "", module]
     done = subprocess.run(
-        words, input=json.dumps(rows), stdout=subprocess.PIPE, text=True, check=True
+        words, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=True
     )
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -182,6 +183,8 @@ def test_a_stopped_host_starts_nothing_and_notes_nothing_once_it_is_swept(
     time.sleep(0.3)
     assert not (tmp_path / "2").exists()
     assert not dead.root.exists()
+    assert sweep(package, dead) == answer, "the driver may have died with it"
+    assert sweep(package, dead, forget=True)["swept"] == [[0, [], []]]
     assert not list(dead.root.parent.glob("*.notes"))
 
 
