@@ -282,7 +282,7 @@ def _prefixed(texts: Mapping[str, Callable[[], Iterator[str]]], together: bool) 
     """The lines of several logs, each with its job's name: one log after the other, or together.
 
     Raises:
-        ClusterError: a log could not be read; all others were.
+        NemoRunRayError, OSError: a log could not be read; all others were.
     """
     from nemo_run_ray.experiment.logs import lines
 
@@ -295,7 +295,7 @@ def _prefixed(texts: Mapping[str, Callable[[], Iterator[str]]], together: bool) 
                 arrived.put(f"{name}| {line}" if line.endswith("\n") else f"{name}| {line}\n")
         except JobError as error:  # it waits, and has no log yet
             print(f"{name}: {error}", file=sys.stderr)
-        except (ClusterError, OSError) as error:
+        except (NemoRunRayError, OSError) as error:
             errors.append(error)
         finally:
             arrived.put(None)

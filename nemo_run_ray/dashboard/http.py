@@ -248,7 +248,7 @@ class Http:
         lasting = (step for why, step in _LASTING.items() if re.search(why, cause, re.IGNORECASE))
         step = next(lasting, "")
         kind = Unreachable if step else Unanswered
-        step = step or "Is the address right, the cluster up, a tunnel open?"
+        step = step or "Check the address, and that the cluster and any tunnel to it are up."
         return kind(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
 
     def unanswered(self, response: httpx.Response, what: str) -> Unanswered:

@@ -115,13 +115,13 @@ class Batch:
         if planned.job == next(iter(self.plans), planned.job):
             # The files may have changed since the last dry run, which kept none.
             self._code = {}
-        code = {role: self._packed(own, is_dry) for role, own in planned.packagers.items()}
+        code = {role: self._code_archive(own, is_dry) for role, own in planned.packagers.items()}
         for role, task in planned.tasks().items():
             problem = script_problem(task, code.get(role))
             if problem:
                 raise ConfigError(f"The job {planned.job!r} cannot run: {problem}")
 
-    def _packed(self, packager: Packager, is_dry: bool = False) -> Archive:
+    def _code_archive(self, packager: Packager, is_dry: bool = False) -> Archive:
         name = packager_key(packager)
         if name not in self._code:
             # Another cluster's batch writes the same file.
@@ -131,7 +131,7 @@ class Batch:
         return self._code[name]
 
     def submit(self, name: str) -> str:
-        """Hand a job over, with the first one its whole dispatch; its submission id."""
+        """Submit a job, with the first one of a dispatch all of it; its submission id."""
         planned = self.plans[name]
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
@@ -203,7 +203,7 @@ class Batch:
 
     def _code_of(self, planned: JobPlan) -> dict[str, Archive]:
         """The code of each role."""
-        return {role: self._packed(packager) for role, packager in planned.packagers.items()}
+        return {role: self._code_archive(packager) for role, packager in planned.packagers.items()}
 
     def _intent(self, planned: JobPlan, nonce: str, dispatcher: str = "") -> Event:
         executor, place = self.executors[planned.job]
