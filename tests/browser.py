@@ -17,10 +17,6 @@ from websockets.sync.client import ClientConnection, connect
 _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium")
 _COMPLAINTS = {"Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"}
-_CENTRE = """(selector) => {
-    const { left, top, width, height } = document.querySelector(selector).getBoundingClientRect();
-    return [left + width / 2, top + height / 2];
-}"""
 
 
 class Tab:
@@ -73,13 +69,6 @@ class Tab:
     def press(self, key: str, text: str = "") -> None:
         self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
         self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def point(self, selector: str, click: bool = False) -> None:
-        where = f"(({_CENTRE})({json.dumps(selector)}))"
-        x, y = self.ask(where)
-        for kind in ("mouseMoved", *(("mousePressed", "mouseReleased") if click else ())):
-            button = {"button": "left", "clickCount": 1} if click else {}
-            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
     def close(self) -> None:
         self._session = ""

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
@@ -26,28 +26,83 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from nemo_run.core.frontend.console.api import CONSOLE
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray import clusters as kinds
-from nemo_run_ray.cli import out, show
+from nemo_run_ray.cli.status_report import StatusReport, experiment_rows, observe, page
 from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster
-from nemo_run_ray.errors import NO_SPACE, ClusterError, ConfigError, JobError, NemoRunRayError
+from nemo_run_ray.dashboard.jobs import JobsApi, inspect
+from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, shown
+from nemo_run_ray.experiment.dispatch import tend
+from nemo_run_ray.experiment.job import (
+    Element,
+    RemoteJob,
+    active,
+    cancel_all,
+    end_all,
+    find,
+    note_ends,
+    record,
+)
+from nemo_run_ray.experiment.logs import last_lines, lines, of_element, only
+from nemo_run_ray.experiment.store import (
+    did_you_mean,
+    experiments,
+    find_experiment,
+    store_of,
+    titles,
+)
 
 if TYPE_CHECKING:
-    from nemo_run_ray.cli.status_report import StatusReport
     from nemo_run_ray.cluster_files.check import CheckRow
+    from nemo_run_ray.cluster_files.load import Document
     from nemo_run_ray.clusters import LocalCluster, SlurmCluster
-    from nemo_run_ray.experiment.job import Element, RemoteJob
-    from nemo_run_ray.remote.fit import Node
+
+
+class _Plain(Console):
+    """Prints words as they are: they come from clusters and files, and are no markup of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+
+#: The console of all verbs; logs and JSON are printed without it.
+out = _Plain()
+
+
+def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], as_json: bool = False) -> None:
+    """Print rows: as JSON, or one line for each, however long, so that ``grep`` finds it."""
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    lines = [[name.replace("_", " ") for name in columns]]
+    lines += [[_cell(row[name]) for name in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print(shown("  ".join(cells).rstrip()))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = [f"{name}={one}" for name, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return "" if value is None else " ".join(str(value).split())
 
 
 def _complete(incomplete: str) -> list[str]:
     """Titles and ids of experiments, and ids of their jobs, that begin so."""
-    from nemo_run_ray.experiment.store import experiments, store_of
-
     folders = [
         folder
         for folder in experiments()
@@ -61,8 +116,6 @@ def _complete(incomplete: str) -> list[str]:
 
 def _complete_job(context: typer.Context, incomplete: str) -> list[str]:
     """Names of jobs of the experiment that is named before."""
-    from nemo_run_ray.experiment.job import find
-
     with contextlib.suppress(NemoRunRayError):
         names = [job.name for job in find("".join(context.args[:1]))]
         return [name for name in names if name.startswith(incomplete)]
@@ -114,8 +167,6 @@ def status(
     job: Job = "",
 ) -> None:
     """State and reason of an experiment's jobs, or of one job; on a terminal until all ended."""
-    from nemo_run_ray.cli.status_report import observe
-
     if elements is not None:
         _show_elements(_job(name, job).select_elements(elements), as_json)
         return
@@ -126,33 +177,24 @@ def status(
     elif once or not out.is_terminal:
         out.print(report.table(time.time()))
     else:
-        _follow_status(jobs, report)
+        # A table that follows is cut at the terminal's width, so the last one is printed once more.
+        live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
+        reports = _reports(jobs, report)
+        try:
+            with live:
+                for report in reports:
+                    live.update(report.table(time.time()), refresh=True)
+        finally:
+            out.print(report.table(time.time()))
+        _copy_logs(report)
     if once and report.exit_code:
         raise typer.Exit(report.exit_code)
-
-
-def _follow_status(jobs: list[RemoteJob], first: StatusReport) -> None:
-    """Show the table anew until all jobs have ended."""
-    # A table that follows is cut at the terminal's width, so the last one is printed once more.
-    report = first
-    live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
-    try:
-        with live:
-            for report in _reports(jobs, first):
-                live.update(report.table(time.time()), refresh=True)
-    finally:
-        out.print(report.table(time.time()))
-    _copy_logs(report)
 
 
 def _reports(
     jobs: Sequence[RemoteJob], report: StatusReport, deadline: float = math.inf
 ) -> Iterator[StatusReport]:
     """Report after report until all jobs have ended, or until a moment of the monotonic clock."""
-    from nemo_run_ray.cli.status_report import observe
-    from nemo_run_ray.experiment.dispatch import tend
-    from nemo_run_ray.experiment.job import record
-
     while True:
         yield report
         record(report.seen, report.snapshot, copy_s=0.0)
@@ -166,8 +208,6 @@ def _reports(
 
 
 def _copy_logs(report: StatusReport) -> None:
-    from nemo_run_ray.experiment.job import record
-
     missing = [job for job, status in report.seen if status.state.is_terminal and job.misses_log]
     if missing:
         out.print(f"Copying {len(missing)} log(s); Ctrl-C leaves them on the cluster.")
@@ -184,8 +224,6 @@ def wait(
     """Wait until jobs have ended. Exit code: 0 if all have succeeded, else that of the first of
     FAILED (3), LOST (4) and CANCELLED (6) that occurred.
     """
-    from nemo_run_ray.cli.status_report import observe
-
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     jobs = [job for name in names for job in _jobs(name)]
     ended: set[str] = set()
@@ -218,11 +256,13 @@ def timeline(
     ] = None,
 ) -> None:
     """Write a page that shows when each job of an experiment waited, ran and ended."""
-    from nemo_run_ray.cli.status_report import timeline_page
-
-    jobs = _jobs(experiment)
-    output = output or Path(f"{jobs[0].record.exp_dir.parent.name}.html")
-    output.write_text(timeline_page(jobs, time.time()), encoding="utf-8")
+    jobs, now = _jobs(experiment), time.time()
+    report = observe(jobs)
+    report.complete()
+    folder = jobs[0].record.exp_dir
+    output = output or Path(f"{folder.parent.name}.html")
+    began_at = store_of(folder).ledger.began_at() or now
+    output.write_text(page(folder.name, report.rows, began_at, now), encoding="utf-8")
     out.print(f"The timeline of {len(jobs)} job(s) is in {output}")
 
 
@@ -242,7 +282,6 @@ def logs(
     ] = None,
 ) -> None:
     """Print the output of a job, or of all jobs of an experiment."""
-    from nemo_run_ray.experiment.logs import last_lines, lines, of_element, only
 
     def text(one: RemoteJob) -> Iterator[str]:
         def read(is_followed: bool) -> Iterator[str]:
@@ -284,8 +323,6 @@ def _prefixed(texts: Mapping[str, Callable[[], Iterator[str]]], together: bool) 
     Raises:
         NemoRunRayError, OSError: a log could not be read; all others were.
     """
-    from nemo_run_ray.experiment.logs import lines
-
     arrived: queue.Queue[str | None] = queue.Queue(_LINES_AHEAD)
     errors: list[Exception] = []
 
@@ -322,8 +359,6 @@ def cancel(
     ] = None,
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
-    from nemo_run_ray.experiment.job import cancel_all
-
     if elements is not None:
         _show_elements(_job(name, job).cancel_elements(elements))
         return
@@ -336,8 +371,6 @@ def list_experiments(
     as_json: AsJson = False,
 ) -> None:
     """The experiments of this NeMo-Run home whose jobs wait or run, the newest first."""
-    from nemo_run_ray.cli.status_report import experiment_rows
-
     rows = experiment_rows(everything, time.time())
     if rows or as_json:
         show(rows, ("experiment", "jobs", "began", "cluster"), as_json)
@@ -365,9 +398,6 @@ def open_page(name: Name, job: Job = "") -> None:
 
 def _jobs(name: str, job: str = "") -> list[RemoteJob]:
     """The jobs of a name, or the one of them that is named."""
-    from nemo_run_ray.experiment.job import find
-    from nemo_run_ray.experiment.store import did_you_mean
-
     jobs = find(name)
     names = [one.name for one in jobs]
     if job and job not in names:
@@ -387,7 +417,6 @@ def _job(name: str, job: str) -> RemoteJob:
 
 def resume(experiment: Experiment) -> None:
     """Submit what never reached the cluster, and start a dispatcher that has ended too early."""
-    from nemo_run_ray.experiment.store import did_you_mean, find_experiment, titles
     from nemo_run_ray.nemo import registry
     from nemo_run_ray.nemo.scheduler import resume_experiment
 
@@ -410,16 +439,11 @@ def up(
     cluster: Annotated[str | None, typer.Option(help=_FILE)] = None,
 ) -> None:
     """Start the embedded Ray, or an allocation of Slurm, and keep it."""
-    found = cluster_of_ours(cluster)
     size: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     size = {name: value for name, value in size.items() if value is not None}
-    if isinstance(found, kinds.SlurmCluster) and size:
-        raise ConfigError(
-            f"--num-cpus and --num-gpus are for the embedded Ray; the cluster file {cluster!r} "
-            "says how large its allocation is."
-        )
-    dashboard = replace(found, keep=True, **size).connect()
-    out.print(f"The {_title(found)} is up: {dashboard.url}\nStop it with: {_down(cluster)}")
+    dashboard = replace(cluster_of_ours(cluster), keep=True, **size).connect()
+    stop = "nemo-run-ray down" + (f" --cluster {cluster}" if cluster else "")
+    out.print(f"Ray is up: {dashboard.url}\nStop it with: {stop}")
 
 
 def down(
@@ -435,11 +459,11 @@ def down(
     if dashboard is None:  # it may have died; an allocation may wait in Slurm's queue
         archive = cluster.archive()
     else:
-        _end_jobs(cluster, dashboard, force, name)
+        _end_jobs(cluster, dashboard, force)
     if cluster.stop() or dashboard:
-        out.print(f"The {_title(cluster)} is stopped.")
+        out.print(f"Ray is stopped: {cluster.title}")
     else:
-        out.print(archive.sentence if archive else f"No {_title(cluster)} is up.")
+        out.print(archive.sentence if archive else f"No Ray is up: {cluster.title}")
 
 
 def stop_unused(state_dir: str) -> None:
@@ -447,28 +471,23 @@ def stop_unused(state_dir: str) -> None:
     cluster = kinds.LocalCluster(state_dir=state_dir)
     dashboard = cluster.find()
     if dashboard is not None:
-        _end_jobs(cluster, dashboard, False, None)
+        _end_jobs(cluster, dashboard, False)
         cluster.stop_unused()
 
 
-def _end_jobs(
-    cluster: LocalCluster | SlurmCluster, dashboard: Dashboard, force: bool, name: str | None
-) -> None:
+def _end_jobs(cluster: Cluster, dashboard: Dashboard, force: bool) -> None:
     """Cancel what runs, if that is asked for, and note how all jobs ended.
 
     Raises:
         JobError: jobs run, and nobody asked to cancel them.
     """
-    from nemo_run_ray.dashboard.jobs import JobsApi
-    from nemo_run_ray.experiment.job import active, end_all, note_ends
-
     api = JobsApi.of(dashboard)
     try:
         busy = active(api.table(fresh=True))
         if busy and not force:
             raise JobError(
-                f"{len(busy)} job(s) still run on the {_title(cluster)}: {', '.join(busy)}. Cancel "
-                f"them, or cancel all and stop it: {_down(name)} --force"
+                f"{len(busy)} job(s) still run on {cluster.title}: {', '.join(busy)}. Cancel them, "
+                "or cancel all and stop it: nemo-run-ray down --force"
             )
         if busy:
             out.print(f"Cancelling {len(busy)} job(s) …")
@@ -482,14 +501,13 @@ def _end_jobs(
         out.print(f"Its jobs' ends are not known: {error}")
 
 
-def _title(cluster: LocalCluster | SlurmCluster) -> str:
-    if isinstance(cluster, kinds.LocalCluster):
-        return "embedded Ray"
-    return f"allocation of the cluster {cluster.name!r} on Slurm"
+def _load(name: str) -> tuple[Document, Cluster]:
+    """A cluster file, all of which is right, and its cluster."""
+    from nemo_run_ray.cluster_files.load import load
+    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
 
-
-def _down(name: str | None) -> str:
-    return "nemo-run-ray down" + ("" if name is None else f" --cluster {name}")
+    document = check_fields_of(load(name))
+    return document, cluster_of(document)
 
 
 def cluster_of_ours(name: str | None) -> LocalCluster | SlurmCluster:
@@ -498,19 +516,13 @@ def cluster_of_ours(name: str | None) -> LocalCluster | SlurmCluster:
     Raises:
         ConfigError: the file is wrong, or names a cluster that exists.
     """
-    if name is None:
-        return kinds.LocalCluster()
-    from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.resolve import cluster_of
-
-    found = cluster_of(load(name))
-    if not isinstance(found, (kinds.LocalCluster, kinds.SlurmCluster)):
+    cluster = kinds.LocalCluster() if name is None else _load(name)[1]
+    if not isinstance(cluster, (kinds.LocalCluster, kinds.SlurmCluster)):
         raise ConfigError(
-            f"The cluster file {name!r} names {getattr(found, 'url', 'a cluster')}, which is not "
-            "for this command to start or stop; expected a file with `cluster: {local: {}}` or "
-            "`cluster: {slurm: …}`."
+            f"The cluster file {name!r} names {cluster.title}, which is not for this command to "
+            "start or stop; expected a file with `cluster: {local: {}}` or `cluster: {slurm: …}`."
         )
-    return found
+    return cluster
 
 
 def doctor(
@@ -526,19 +538,14 @@ def doctor(
 ) -> None:
     """Check that a cluster can be reached and used. Exit code 1 when something is broken."""
     from nemo_run_ray.cluster_files.check import look
-    from nemo_run_ray.cluster_files.load import load
-    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
 
     if [name, cluster, address].count(None) < 2:
         raise ConfigError("Give one of a cluster file's name, --cluster and --address.")
-    name = name or cluster
-    if name:
-        document = check_fields_of(load(name))
-        rows = look(dashboard_of(cluster_of(document)), document)
-    elif address is not None:
-        rows = look(dashboard_of(ExistingCluster(url=address)))
-    else:
-        rows = look(dashboard_of(kinds.LocalCluster()))
+    document: Document | None = None
+    found: Cluster = kinds.LocalCluster() if address is None else ExistingCluster(url=address)
+    if file := name or cluster:
+        document, found = _load(file)
+    rows = look(dashboard_of(found), document)
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
@@ -554,19 +561,14 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
         ClusterError: no embedded Ray is up, or the cluster on Slurm is not.
     """
     dashboard = cluster.find()
-    if dashboard is not None:
-        return dashboard
-    if isinstance(cluster, kinds.SlurmCluster):
+    if dashboard is None:
+        archive = cluster.archive()
+        why = archive.sentence if archive else f"No Ray is up: {cluster.title}."
         raise ClusterError(
-            f"The cluster {cluster.name!r} has no allocation on Slurm in which Ray is up. Bring "
-            "one up with: nemo-run-ray up --cluster …"
+            f"{why}\nStart one with: nemo-run-ray up; look at another cluster with: nemo-run-ray "
+            "doctor --address http://…"
         )
-    archive = cluster.archive()
-    why = archive.sentence if archive else "No embedded Ray is up."
-    raise ClusterError(
-        f"{why}\nStart one with: nemo-run-ray up; look at another cluster with: nemo-run-ray "
-        "doctor --address http://…"
-    )
+    return dashboard
 
 
 def checks_table(rows: Sequence[CheckRow]) -> Group:
@@ -592,12 +594,9 @@ def clusters(
         return
     from nemo_run_ray.cluster_files import load
 
-    rows = [_row(str(path)) for path in load.files()]
-    try:
-        with_profiles, profiles = load.profiles_here()
-        rows += [_row(f"{with_profiles}:{profile}") for profile in profiles]
-    except ConfigError as error:  # the others are good all the same
-        rows.append({**_row(""), "name": "env.toml", "error": str(error)})
+    with_profiles, profiles = load.profiles_here()
+    paths = [*map(str, load.files()), *(f"{with_profiles}:{profile}" for profile in profiles)]
+    rows = [_row(path) for path in paths]
     if not as_json:
         rows = [{**row, "where": row["error"].partition("\n")[0] or row["where"]} for row in rows]
     show(rows, ("name", "kind", "where", "pools", "path"), as_json)
@@ -608,48 +607,41 @@ def clusters(
 
 def _row(path: str) -> dict[str, Any]:
     """A cluster file in the list of all; ``path/env.toml:profile`` is a profile."""
-    from nemo_run_ray.cluster_files.load import find, is_for_others, load
-    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
+    from nemo_run_ray.cluster_files.load import find, is_for_others
 
     name = Path(path).stem if ".toml:" not in path else path.rpartition(":")[2]
     row = {"name": name, "kind": "wrong", "where": "", "pools": [], "path": path, "error": ""}
     try:
-        other = is_for_others(*find(path))
-        if other:
+        if other := is_for_others(*find(path)):
             return row | {"kind": other, "where": "not for Ray"}
-        document = check_fields_of(load(path))
-        row |= {"kind": document.format, "pools": list(document.file.pools)}
-        cluster = cluster_of(document)
-        if isinstance(cluster, kinds.SlurmCluster):
-            row["where"] = f"Slurm, {cluster.executor.tunnel.key}"
-        else:
-            row["where"] = getattr(cluster, "url", "the embedded Ray")
+        document, cluster = _load(path)
     except ConfigError as error:
-        row["error"] = str(error)
-    return row
+        return row | {"error": str(error)}
+    pools = list(document.file.pools)
+    return row | {"kind": document.format, "where": cluster.title, "pools": pools}
 
 
 def _show_file(name: str, as_json: bool) -> None:
-    from nemo_run_ray.cluster_files.load import dotted, leaves, load, variables_of
-    from nemo_run_ray.cluster_files.resolve import check_fields_of, cluster_of
+    from nemo_run_ray.cluster_files.load import dotted, leaves, variables_of
 
-    document = check_fields_of(load(name))
-    cluster_of(document)
-    columns = ("key", "value", "source")
-    found: list[tuple[str, Any, str]] = []
+    document, _ = _load(name)
+    rows: list[dict[str, Any]] = []
+
+    def add(key: str, value: object, source: str = "your environment") -> None:
+        rows.append({"key": key, "value": value, "source": source})
+
     for path, value in leaves(document.file.model_dump(exclude_unset=True)):
         if path[:2] == ("cluster", "headers"):  # of which only names of variables may be seen
             value = " ".join(_VARIABLE.findall(value)) or _MASKED
-        found.append((dotted(path), value, document.where(*path)))
-    here = "your environment"
+        add(dotted(path), value, document.where(*path))
     try:
         variables, secrets = variables_of(document)
-        clear = variables.items() - document.file.env.set.items()
-        found += [(f"variable {key}", value, here) for key, value in sorted(clear)]
-        found += [(f"secret {key}", _MASKED, here) for key in secrets]
+        for key, value in sorted(variables.items() - document.file.env.set.items()):
+            add(f"variable {key}", value)
+        for key in secrets:
+            add(f"secret {key}", _MASKED)
     except ConfigError as error:
-        found.append(("env", str(error), here))
-    rows = [dict(zip(columns, row, strict=True)) for row in found]
+        add("env", str(error))
     if as_json:
         ignored = [asdict(one) for one in document.ignored]
         file = {"path": str(document.path), "format": document.format}
@@ -657,7 +649,8 @@ def _show_file(name: str, as_json: bool) -> None:
         return
     out.print(f"{document.path} ({document.format})")
     folder = f"{document.path.parent}{os.sep}"
-    show([{**row, "source": row["source"].removeprefix(folder)} for row in rows], columns)
+    rows = [{**row, "source": row["source"].removeprefix(folder)} for row in rows]
+    show(rows, ("key", "value", "source"))
     for one in document.ignored:
         out.print(f"ignored: {one.key} ({one.source}): {one.reason}")
 
@@ -670,7 +663,6 @@ def init(
 ) -> None:
     """Write a first cluster file, cluster_configs/NAME.yaml, with comments."""
     from nemo_run_ray.cluster_files.check import sample
-    from nemo_run_ray.dashboard.jobs import inspect
 
     path = Path("cluster_configs", f"{name}.yaml")
     if not _NAME.fullmatch(name):
@@ -679,14 +671,11 @@ def init(
         )
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another name, or edit it.")
-    nodes: Sequence[Node] = ()
-    if address is not None:
-        found = inspect(ExistingCluster(url=address).connect())
-        if found.unreachable or found.unauthorised:
-            raise ClusterError(found.unreachable or found.unauthorised)
-        nodes = found.nodes or ()
+    look = None if address is None else inspect(ExistingCluster(url=address).connect())
+    if look and (look.unreachable or look.unauthorised):
+        raise ClusterError(look.unreachable or look.unauthorised)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(sample(name, address, nodes), encoding="utf-8")
+    path.write_text(sample(name, address, look.nodes or () if look else ()), encoding="utf-8")
     out.print(f"{path} is written. Edit it, and look at it with:")
     out.print(f"nemo-run-ray clusters {name}\nnemo-run-ray doctor {name}")
 
@@ -766,13 +755,8 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(130) from None
         except OSError as error:
             if error.filename is None:
-                if error.errno not in NO_SPACE:
-                    raise
-                # Nothing more is written there, also at the end of the program.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            where = error.filename or "Standard output"
-            what = "written" if error.errno in NO_SPACE else "used"
-            print(f"nemo-run-ray: {where} cannot be {what}: {error.strerror}.", file=sys.stderr)
+                raise
+            print(f"nemo-run-ray: {error.filename}: {error.strerror}.", file=sys.stderr)
             raise typer.Exit(1) from error
         finally:
             CONSOLE.stderr = before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import logging
 from collections import Counter
@@ -11,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +48,7 @@ _EXIT_CODES = {
 }
 #: Jobs whose names a cell shows before it only counts them.
 _NAMES_MAX = 3
-#: The states of an array's elements, in the order of their parts of a bar.
-ELEMENT_STATES = ("succeeded", "failed", "cancelled", "running", "waiting")
-#: Up to this many jobs all dependencies are drawn; beyond, those of the chosen job.
-ALL_LINKS_MAX = 40
-#: Percents of the axis that the least bar has.
-_BAR_MIN = 0.12
-_TICKS_MAX = 9
-_DAY_S = 86400
-_STEPS_S = (
-    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
-    *(3600, 7200, 10800, 21600, 43200, *(_DAY_S * 2**power for power in range(20))),
-)
+_ELEMENT_STATES = ("succeeded", "failed", "cancelled", "running", "waiting")
 #: A job, or an attempt of one, as ``status --json`` has it.
 Row = Mapping[str, Any]
 
@@ -136,7 +122,14 @@ class StatusReport:
             if "roles" in row:
                 parts += _group_lines(row)
             if "elements" in row:
-                parts += _array_lines(row)
+                counts = [f"{row[state]} {state}" for state in _ELEMENT_STATES if row[state]]
+                pace = ""
+                if row["running"] and row["left_s"] is not None:
+                    left = length(round(row["left_s"]))
+                    pace = f"; {row['elements_per_s']:.3g} elements/s, about {left} left"
+                parts.append(
+                    f"\n{job.name} has {row['elements']} elements: {', '.join(counts)}{pace}"
+                )
                 parts += failure_lines(row)  # type: ignore[arg-type]
         for shared in troubles.values():
             parts.append(f"\n{_short([name for name, _ in shared])}: {shared[0][1]}")
@@ -193,41 +186,32 @@ def experiment_rows(everything: bool, now: float) -> list[dict[str, Any]]:
         everything: also those all of whose jobs have ended.
         now: in seconds since the epoch.
     """
-    found: dict[Path, list[RemoteJob]] = {}
+    looked_at: list[tuple[Path, list[RemoteJob]]] = []
     for folder in experiments():
         try:
-            found[folder] = jobs_of(folder)
+            jobs = jobs_of(folder)
         except NemoRunRayError as error:  # the others are shown all the same
             log.warning("The experiment %s is left out: %s", folder.name, error)
-    looked_at = {
-        folder: jobs
-        for folder, jobs in found.items()
-        if jobs and (everything or not all(job.record.terminal for job in jobs))
-    }
-    states: dict[Path, Counter[str]] = {folder: Counter() for folder in looked_at}
-    for job, status in observe([job for jobs in looked_at.values() for job in jobs]).seen:
-        states[job.record.exp_dir][status.state.value] += 1
-    return [
-        {
-            "experiment": folder.name,
-            "title": folder.parent.name,
-            "jobs": [f"{count} {name}" for name, count in states[folder].most_common()],
-            "began_at": began_at,
-            "began": f"{length(now - began_at)} ago",
-            "cluster": " ".join(dict.fromkeys(job.cluster.title for job in jobs)),
-        }
-        for folder, jobs in looked_at.items()
-        for began_at in [store_of(folder).ledger.began_at() or now]
-        if everything or any(not JobState(name).is_terminal for name in states[folder])
-    ]
-
-
-def timeline_page(jobs: Sequence[RemoteJob], now: float) -> str:
-    """The page of ``nemo-run-ray timeline``."""
-    report = observe(jobs)
-    report.complete()
-    folder = jobs[0].record.exp_dir
-    return page(folder.name, report.rows, store_of(folder).ledger.began_at() or now, now)
+            continue
+        if jobs and (everything or not all(job.record.terminal for job in jobs)):
+            looked_at.append((folder, jobs))
+    seen = iter(observe([job for _, jobs in looked_at for job in jobs]).seen)
+    rows = []
+    for folder, jobs in looked_at:
+        states = Counter(next(seen)[1].state for _ in jobs)
+        if everything or not all(state.is_terminal for state in states):
+            began_at = store_of(folder).ledger.began_at() or now
+            rows.append(
+                {
+                    "experiment": folder.name,
+                    "title": folder.parent.name,
+                    "jobs": [f"{count} {state.value}" for state, count in states.most_common()],
+                    "began_at": began_at,
+                    "began": f"{length(now - began_at)} ago",
+                    "cluster": " ".join(dict.fromkeys(job.cluster.title for job in jobs)),
+                }
+            )
+    return rows
 
 
 def since(row: Row, now: float) -> str:
@@ -246,15 +230,6 @@ def _short(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
-def _array_lines(array: Row) -> list[str]:
-    counts = ", ".join(f"{array[state]} {state}" for state in ELEMENT_STATES if array[state])
-    pace = ""
-    if array["running"] and array["left_s"] is not None:
-        remaining = length(round(array["left_s"]))
-        pace = f"; {array['elements_per_s']:.3g} elements/s, about {remaining} left"
-    return [f"\n{array['job']} has {array['elements']} elements: {counts}{pace}"]
-
-
 def _group_lines(group: Row) -> list[RenderableType]:
     """One line for every replica of a group."""
     lines: list[RenderableType] = [f"\n{group['job']} is {group['phase']}"]
@@ -268,13 +243,8 @@ def _group_lines(group: Row) -> list[RenderableType]:
     return [*lines, *not_ready(group), table]  # type: ignore[arg-type]
 
 
-# The page of the timeline: pure, without a clock or a network, and readable without its script.
-# The markup is in ``page.html.jinja``, whose environment cleans and escapes every value, so that
-# texts of others cannot reach the page in any other way.
-
-
 def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
-    """The whole page.
+    """The page of ``nemo-run-ray timeline``, in which every value is cleaned and escaped.
 
     Args:
         title: of the experiment.
@@ -288,132 +258,50 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
     for attempt in (attempt for row in rows for attempt in row["attempts"]):
         times = (attempt[f"{name}_at"] for name in ("posted", "running", "ended", "seen"))
         moments += [at for at in times if at is not None]
-    start = min(moments)
-    span_s = max(1.0, max(moments) - start)
-
-    def x(at: float, most: float = 100.0) -> float:
-        """The place of a moment, in percent of the axis."""
-        return min(most, max(0.0, (at - start) / span_s * 100))
-
-    def place(begin: float, end: float) -> tuple[str, str]:
-        """Left edge and width of a bar, which can be seen whatever its length."""
-        left = x(begin, 100 - _BAR_MIN)
-        return f"{left:.2f}%", f"{max(_BAR_MIN, x(end) - left):.2f}%"
-
-    step = next(step for step in _STEPS_S if span_s / step <= _TICKS_MAX)
-    ticks = [number * step for number in range(int(span_s / step) + 1)]
-    style, script = (
-        resources.files("nemo_run_ray.cli").joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.css", "page.js")
-    )
+    start, end = min(moments), max(moments)
+    span_s = max(1.0, end - start)
+    jobs = []
+    for row in rows:
+        bars = _bars(row, began_at, end)
+        took_s = bars[-1][3] - row["attempts"][0]["posted_at"] if row["attempts"] else 0.0
+        jobs.append({**row, "bars": bars, "took_s": took_s})
     environment = Environment(
         loader=PackageLoader("nemo_run_ray.cli", ""),
         autoescape=True,
-        finalize=_clean,
+        finalize=lambda value: shown(value) if isinstance(value, str) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
     )
-    environment.filters |= {"utc": utc, "duration": length, "sha256": _sha256, "outcome": _outcome}
-    environment.filters["x"] = lambda at: f"{x(at):.2f}%"
+    environment.filters |= {"utc": _utc, "duration": length, "outcome": _outcome}
+    environment.filters["percent"] = lambda seconds: f"{seconds / span_s * 100:.2f}%"
     return environment.get_template("page.html.jinja").render(
-        has_all_links=len(rows) <= ALL_LINKS_MAX,
-        style=style,
-        script=script,
-        title=title,
-        is_live=is_live,
-        began_at=began_at,
-        now=now,
-        start_s=start,
-        span_s=span_s,
-        ticks=ticks,
-        place=place,
-        jobs=_jobs(rows, began_at, start + span_s),
+        title=title, jobs=jobs, is_live=is_live, start=start, span_s=span_s, now=now
     )
 
 
-def _jobs(rows: Sequence[Row], began_at: float, end: float) -> list[dict[str, Any]]:
-    """The rows as the template takes them: with their bars, and links to each other."""
-    numbers = {row["job"]: number for number, row in enumerate(rows)}
-    jobs: list[dict[str, Any]] = []
-    #: Of each job the end of its last bar; ``None`` for one that has none.
-    ends: list[float | None] = []
-    for number, row in enumerate(rows):
-        attempts = [_with_moments(attempt, end) for attempt in row["attempts"]]
-        last = max((attempt["ended"] for attempt in attempts), default=None)
-        ends.append(end if _is_live(row) else last)
-        names = [name for name in dict.fromkeys(row["after"]) if name != row["job"]]
-        waits = f"for {len(row['waits_for'])} job(s)" if row["waits_for"] else ""
-        jobs.append(
-            {
-                **row,
-                "number": number,
-                "state": row["state"].lower(),
-                "said": _said(row["state"], row["reason"] or waits),
-                "attempts": attempts,
-                "above": [numbers[name] for name in names if name in numbers],
-                "strangers": [name for name in names if name not in numbers],
-                "needed_by": [],
-            }
-        )
-    for number, job in enumerate(jobs):
-        # It waits for others until the last of them has ended.
-        ready_at = max([began_at, *(ends[above] or began_at for above in job["above"])])
-        attempts = job["attempts"]
-        job["first"] = attempts[0]["posted"] if attempts else ends[number] or ready_at
-        # A job below that was cancelled with this one has its mark where this one's is.
-        ends[number] = job["end"] = ends[number] or ready_at
-        job["bars"] = _bars(job, began_at, ready_at, end if _is_live(rows[number]) else None)
-        job["runs_after"] = [*(jobs[above] for above in job["above"]), *job["strangers"]]
-        for above in job["above"]:
-            jobs[above]["needed_by"].append(job)
-    return jobs
-
-
-def _with_moments(attempt: Row, end: float) -> dict[str, Any]:
-    """With the moments posted, running and ended, in this order whatever the clocks say."""
-    posted = attempt["posted_at"]
-    ended = max(posted, attempt["ended_at"] or attempt["seen_at"] or end)
-    is_pending = attempt["ended_at"] is None and attempt["state"] == "PENDING"
-    running = attempt["running_at"] or (ended if is_pending else posted)
-    running = min(max(posted, running), ended)
-    return {**attempt, "posted": posted, "running": running, "ended": ended}
-
-
-def _bars(
-    job: Row, began_at: float, ready_at: float, live_until: float | None
-) -> list[tuple[str, float, float, str]]:
-    """All bars of a job, in order: kind, begin, end and a text. Every attempt has one."""
-    attempts, last = job["attempts"], job["first"]
-    waits: list[tuple[str, float, float, str]] = []
-    if attempts or live_until:
-        ready_at = min(ready_at, last)
-        waits.append(("early", min(began_at, last), ready_at, "waiting for other jobs"))
-        waits.append(("waiting", ready_at, last, "waiting for its turn"))
-    bars = [bar for bar in waits if bar[1] < bar[2]]
-    for number, attempt in enumerate(attempts, start=1):
-        posted, running, ended = attempt["posted"], attempt["running"], attempt["ended"]
-        state = attempt["state"]
-        which = f"attempt {number} of {len(attempts)}: {_outcome(attempt)}"
+def _bars(row: Row, began_at: float, end: float) -> list[tuple[str, str, float, float, str]]:
+    """All bars of a job, in order: kind, state, begin, end and a text. Every attempt has one."""
+    bars: list[tuple[str, str, float, float, str]] = []
+    last = min([began_at, *(attempt["posted_at"] for attempt in row["attempts"])])
+    for number, attempt in enumerate(row["attempts"], start=1):
+        state, is_pending = attempt["state"], attempt["state"] == "PENDING"
+        which = f"attempt {number}: {_outcome(attempt)}"
+        # In this order, whatever the clocks say.
+        posted = max(last, attempt["posted_at"])
+        ended = max(posted, attempt["ended_at"] or attempt["seen_at"] or end)
+        running = attempt["running_at"] or (ended if is_pending else posted)
+        running = min(max(posted, running), ended)
         if last < posted:
-            bars.append(("waiting", last, posted, "waiting for the next attempt"))
-        if posted < running or state == "PENDING":
-            bars.append((f"pending {state.lower()}", posted, running, f"{which}\npending"))
-        if running < ended or state != "PENDING":
-            text = "running" if attempt["running_at"] else "running, start not seen"
-            bars.append((f"running {state.lower()}", running, ended, f"{which}\n{text}"))
+            bars.append(("waits", "", last, posted, "waiting"))
+        if is_pending or posted < running:
+            bars.append(("pends", state, posted, running, f"{which}, pending"))
+        if not is_pending:
+            seen = "running" if attempt["running_at"] else "running, start not seen"
+            bars.append(("runs", state, running, ended, f"{which}, {seen}"))
         last = ended
-    if live_until and last < live_until:
-        bars.append(("waiting", last, live_until, "waiting after its last attempt"))
-    total = sum(job.get(state, 0) for state in ELEMENT_STATES)
-    if total and attempts:  # an array has a band below the bar of its last attempt
-        at, per_element = attempts[-1]["running"], (last - attempts[-1]["running"]) / total
-        for state in ELEMENT_STATES:
-            if count := job[state]:
-                text = f"{count} of {total} elements: {state}"
-                bars.append((f"element {state}", at, at + count * per_element, text))
-                at += count * per_element
+    if _is_live(row) and last < end:
+        bars.append(("waits", "", last, end, "waiting"))
     return bars
 
 
@@ -421,13 +309,10 @@ def _is_live(row: Row) -> bool:
     return not JobState(row["state"]).is_terminal
 
 
-def _outcome(attempt: Row) -> str:
-    return _said(attempt["state"], attempt["detail"] or attempt["reason"])
-
-
-def _said(state: str, why: str) -> str:
-    word = state.lower()
-    return f"{word}: {why}" if why and why.lower() != word else word
+def _outcome(row: Row) -> str:
+    """State and reason of a job, or of an attempt."""
+    state, why = row["state"].lower(), row.get("detail") or row["reason"]
+    return f"{state}: {why}" if why and why.lower() != state else state
 
 
 def length(seconds: float) -> str:
@@ -435,21 +320,13 @@ def length(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f}".removesuffix(".0") + "s"
     whole = round(seconds)
-    days, hours, minutes = whole // _DAY_S, whole // 3600 % 24, whole // 60 % 60
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     parts = [(days, "d"), (hours, "h"), (minutes, "m"), (whole % 60, "s")]
     first = next(place for place, (count, _) in enumerate(parts) if count)
     return " ".join(f"{count}{unit}" for count, unit in parts[first : first + 2] if count)
 
 
-def utc(at: float) -> str:
+def _utc(at: float | None) -> str:
+    if at is None:
+        return "not seen"
     return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _clean(value: object) -> object:
-    """A text without control characters; markup, which has ``__html__``, was cleaned before."""
-    is_text = isinstance(value, str) and not hasattr(value, "__html__")
-    return shown(str(value)) if is_text else value
-
-
-def _sha256(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

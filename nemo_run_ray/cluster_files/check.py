@@ -27,9 +27,7 @@ from nemo_run_ray.remote.fit import (
     ResourceRequest,
     amount_text,
     amounts_text,
-    best,
     fits,
-    free_text,
     has_room,
     hosts,
     labelled,
@@ -106,43 +104,19 @@ def check(
     else:
         known = "it knows {} job(s), {} of them pending or running".format(*look.jobs)
         yield CheckRow("credentials", OK, f"It takes them, and {known}.")
-    only_required = preflight.only_required and asks is not None  # `doctor` looks at all
-    if only_required:
-        asks = {}
-    elif asks is None:
-        asks = pool_asks(document)
-    if not only_required:
-        if not look.version:
-            yield CheckRow("Ray", UNKNOWN, "The cluster does not tell its version of Ray.")
-        elif version_of(look.version) >= SELECTORS_SINCE:
-            yield CheckRow("Ray", OK, f"The cluster runs Ray {look.version}.")
-        else:
-            yield CheckRow(
-                "Ray",
-                BROKEN if any(ask.selector for ask in asks.values()) else WARNING,
-                f"The cluster runs Ray {look.version}; label selectors need 2.54 or newer.",
-                "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
-            )
-        head, here = ".".join(look.python.split(".")[:2]), "{}.{}".format(*sys.version_info)
-        if not head:
-            yield CheckRow("Python", UNKNOWN, "The cluster does not tell its version of Python.")
-        elif head == here:
-            yield CheckRow("Python", OK, f"The head and this client have Python {head}.")
-        else:
-            yield CheckRow(
-                "Python",
-                WARNING,
-                f"The head has Python {head}, this client {here}; a run.Partial is made by one and "
-                "run by the other.",
-                "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
-            )
     labels = {f"label {one.key}={one.value}": one for one in preflight.required_labels}
     totals = {f"total {name}": name for name in sorted(preflight.min_resources)}
+    if preflight.only_required and asks is not None:  # `doctor` looks at all
+        asks = {}
+        if not labels and not totals:
+            return
+    else:
+        asks = pool_asks(document) if asks is None else asks
+        yield from _versions(look, any(ask.selector for ask in asks.values()))
     if nodes is None:
         state = BROKEN if preflight.strict else UNKNOWN
-        if not only_required or labels or totals:
-            message = "The cluster does not tell: its state API is closed or did not answer in time"
-            yield CheckRow("nodes", state, f"{message}.", _OPEN_IT)
+        message = "The cluster does not tell: its state API is closed or did not answer in time."
+        yield CheckRow("nodes", state, message, _OPEN_IT)
         for name in (*labels, *totals, *asks):
             yield CheckRow(name, state, "It is not known: see the line about nodes.")
         return
@@ -151,19 +125,15 @@ def check(
         total.update(node.resources)
     if not nodes:
         yield CheckRow("nodes", BROKEN, "No node lives.", "Look at the cluster's dashboard.")
-    elif not only_required or labels or totals:
+    else:
         message = f"{len(nodes)} node(s) live, with {amounts_text(total)} in all."
         yield CheckRow("nodes", OK, message)
     for name, label in labels.items():
-        selector = {label.key: label.value}
-        if count := len(labelled(selector, nodes)):
+        if count := len(labelled({label.key: label.value}, nodes)):
             yield CheckRow(name, OK, f"{count} of {len(nodes)} node(s) have it.")
         else:
-            never = why_not(ResourceRequest(selector=selector), nodes)
-            step = f"Start a node with it: ray start --labels={label.key}={label.value} …"
-            is_plain = re.fullmatch(r"[\w.-]+", label.value)
-            message = f"{never[0].upper()}{never[1:]}."
-            yield CheckRow(name, BROKEN, message, step if is_plain else "")
+            step = "Start a node with it: ray start --labels=…"
+            yield CheckRow(name, BROKEN, "No node has it.", step)
     for name, resource in totals.items():
         least = preflight.min_resources[resource]
         has, wanted = amount_text(resource, total[resource]), amount_text(resource, least)
@@ -182,11 +152,35 @@ def check(
             yield _room(name, ask, nodes)
 
 
+def _versions(look: Inspection, has_selectors: bool) -> Iterator[CheckRow]:
+    if version_of(look.version) >= SELECTORS_SINCE:
+        yield CheckRow("Ray", OK, f"The cluster runs Ray {look.version}.")
+    else:
+        yield CheckRow(
+            "Ray",
+            BROKEN if has_selectors else WARNING,
+            f"The cluster runs Ray {look.version}; label selectors need 2.54 or newer.",
+            "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
+        )
+    head, here = ".".join(look.python.split(".")[:2]), "{}.{}".format(*sys.version_info)
+    if not head:
+        yield CheckRow("Python", UNKNOWN, "The cluster does not tell its version of Python.")
+    elif head == here:
+        yield CheckRow("Python", OK, f"The head and this client have Python {head}.")
+    else:
+        yield CheckRow(
+            "Python",
+            WARNING,
+            f"The head has Python {head}, this client {here}; a run.Partial is made by one and "
+            "run by the other.",
+            "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
+        )
+
+
 def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
     """Whether one replica can ever be placed, and whether it can now."""
     asks = f"One replica asks for {ask}"
-    never = why_not(ask, nodes)
-    if never:
+    if never := why_not(ask, nodes):
         return CheckRow(
             name,
             BROKEN,
@@ -196,18 +190,13 @@ def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
         )
     can = hosts(ask, nodes)
     now = sum(has_room(ask, node) for node in can)
-    message = f"{asks}; {len(can)} node(s) can take it"
+    message = f"{asks}; {len(can)} node(s) can take it, {now} of them now."
     if now:
-        return CheckRow(name, OK, f"{message}, {now} of them now.")
+        return CheckRow(name, OK, message)
     if any(node.free is None for node in nodes):
-        return CheckRow(name, UNKNOWN, f"{message}, and what is free is not told.", _OPEN_IT)
-    node = best(ask, nodes) or can[0]
-    return CheckRow(
-        name,
-        WARNING,
-        f"{message}, and none has room now: the best, {node.host}, has {free_text(ask, node)}.",
-        "It will wait; `nemo-run-ray status` says who holds the room.",
-    )
+        return CheckRow(name, UNKNOWN, f"{message} What is free is not told.", _OPEN_IT)
+    step = "It will wait; `nemo-run-ray status` says who holds the room."
+    return CheckRow(name, WARNING, message, step)
 
 
 def pool_asks(document: Document) -> dict[str, ResourceRequest]:
@@ -270,24 +259,20 @@ def sample(name: str, address: str | None, nodes: Sequence[Node]) -> str:
     cluster = _LOCAL if address is None else f"  address: {json.dumps(address)}"
     by_labels: dict[tuple[tuple[str, str], ...], list[Node]] = {}
     for node in nodes:  # a pool for every set of labels that their owner gave
-        own = {key: text for key, text in node.labels.items() if not key.startswith(_OF_RAY)}
+        own = [label for label in node.labels.items() if not label[0].startswith(_OF_RAY)]
         if own:
-            by_labels.setdefault(tuple(sorted(own.items())), []).append(node)
+            by_labels.setdefault(tuple(sorted(own)), []).append(node)
     pools: dict[str, str] = {}
     for labels, members in sorted(by_labels.items()):
         pool = _NOT_IN_NAMES.sub("-", "-".join(text for _, text in labels)).strip("-") or "pool"
         while pool in pools:
             pool += "-2"
+        most = Counter[str]()
+        for node in members:
+            most |= Counter(node.resources)
         pools[pool] = (
-            f"  # {len(members)} node(s), each with up to {_totals(members)}\n"
+            f"  # {len(members)} node(s), each with up to {amounts_text(most)}\n"
             f"  {json.dumps(pool)}:\n    label_selector: {json.dumps(dict(labels))}\n"
         )
     text = "".join(["pools:\n", *pools.values()]) if pools else _NO_POOLS
-    if nodes and not pools:
-        text = f"# {len(nodes)} node(s) without labels, each with up to {_totals(nodes)}.\n{text}"
     return _HEAD.format(name=json.dumps(name), cluster=cluster, pools=text)
-
-
-def _totals(nodes: Sequence[Node]) -> str:
-    names = dict.fromkeys(name for node in nodes for name in node.resources)
-    return amounts_text({name: max(n.resources.get(name, 0.0) for n in nodes) for name in names})

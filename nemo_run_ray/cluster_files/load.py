@@ -19,7 +19,7 @@ import os
 import re
 import string
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,12 @@ FORMAT = "cluster file"
 #: Name of the files that hold profiles.
 PROFILES_FILE = "env.toml"
 #: Modules that read other projects' files, imported when they are needed. Each has ``matches``,
-#: ``names_ray`` and ``read``; the first one also has ``find`` and ``profiles``, and the second one
-#: ``value_in``.
+#: ``names_ray`` and ``read``; the first one also has ``find`` and ``profiles``.
 _READERS = ("nemo_run_ray.integrations.nemotron", "nemo_run_ray.integrations.skills.reader")
 _SUFFIXES = (".yaml", ".yml", ".toml")
 _NAMES = re.compile(r"\$\{?(\w+)")
 #: Names of variables that a file may forward.
 _FORWARDED = re.compile(r"[A-Za-z_][\w*?\[\]!-]*")
-#: Between a file and the name of a variable whose value the file holds.
-_IN_FILE = "#NAME="
 #: Names of tables with variables, as the ends of paths.
 _VARIABLES = (("env_vars",), ("set",))
 #: Names that pydantic gives the members of unions.
@@ -72,7 +69,7 @@ _SECTIONS: dict[str | int, type[BaseModel]] = {
 
 @dataclass(frozen=True)
 class Ignored:
-    """A key of another project's file that means nothing on Ray, with the reason and its line."""
+    """A key of another project's file that means nothing on Ray."""
 
     key: str
     reason: str
@@ -187,7 +184,6 @@ def read(path: Path) -> Document:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             values: Any = tomllib.loads(text)
-            lines.update(_toml_lines(text))
         else:
             loader = yaml.SafeLoader(text)
             node = loader.get_single_node()
@@ -224,24 +220,6 @@ def _note_lines(node: yaml.Node | None, path: KeyPath, lines: dict[KeyPath, int]
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         lines[place] = line
         _note_lines(value, place, lines)
-
-
-def _toml_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
-    """The line of every key that begins one: each line is read as a file of its own."""
-    table: KeyPath = ()
-    for number, line in enumerate(text.splitlines(), start=1):
-        is_table = line.lstrip().startswith("[")
-        path = () if is_table else table
-        try:
-            inner = tomllib.loads(line if is_table else f"{line.partition('=')[0]}=0")
-        except tomllib.TOMLDecodeError:
-            continue
-        while isinstance(inner, dict) and inner:
-            ((name, inner),) = inner.items()
-            path = (*path, name)
-        table = path if is_table else table
-        if is_table or inner == 0:
-            yield path, number
 
 
 # ---------------------------------------------------------------------- values in our form
@@ -361,50 +339,38 @@ def variables_of(document: Document) -> tuple[dict[str, str], list[str]]:
     return {**clear, **env.set}, list(dict.fromkeys(secrets))
 
 
-def value_of(
-    name: str, places: Sequence[str] = (), environ: Mapping[str, str] = os.environ
-) -> str | None:
+def value_of(name: str, places: Sequence[str] = ()) -> str | None:
     """The value of a variable; ``None`` where no place has one.
 
     Args:
         name: of the variable.
-        places: variables, files where there is a ``/``, and ``in_file``: the first that exists has
-            the value. Without any, those of ``usual_places``.
-        environ: variables of the caller's environment.
+        places: variables, and files where there is a ``/``: the first that exists has the value.
+            Without any, those of ``usual_places``.
     """
-    for place in places or usual_places(name, environ):
+    for place in places or usual_places(name):
         if os.sep not in place:
-            value = environ.get(place)
+            value = os.environ.get(place)
         else:
-            path, _, inner = place.partition(_IN_FILE)
             try:
-                text = Path(path).expanduser().read_text(encoding="utf-8").strip()
-                value = (_reader(1).value_in(text, inner, environ) if inner else text) or None
-            except (OSError, ValueError, yaml.YAMLError, KeyError, AttributeError):
-                continue  # nobody has logged in, or the file is another one now
+                value = Path(place).expanduser().read_text(encoding="utf-8").strip() or None
+            except (OSError, ValueError):  # nobody has logged in
+                value = None
         if value is not None:
             return value
     return None
 
 
-def usual_places(name: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+def usual_places(name: str) -> list[str]:
     """Places of a variable's value for which a cluster file names no other ones.
 
     It is the variable of that name; then for ``HF_TOKEN`` the file of ``huggingface-cli login``,
     and for ``NGC_API_KEY`` the variable ``NVIDIA_API_KEY``, as NeMo-Skills does.
     """
-    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = environ.get("HF_HOME") or f"{cache}/huggingface"
-    others = {
-        "HF_TOKEN": [environ.get("HF_TOKEN_PATH") or f"{home}/token"],
-        "NGC_API_KEY": ["NVIDIA_API_KEY"],
-    }
-    return [name, *others.get(name, [])]
-
-
-def in_file(path: Path, name: str) -> str:
-    """The place of a value that a file of NeMo-Skills gives as ``NAME=value``."""
-    return f"{path.absolute()}{_IN_FILE}{name}"
+    if name == "HF_TOKEN":
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+        return [name, os.environ.get("HF_TOKEN_PATH") or f"{home}/token"]
+    return [name, "NVIDIA_API_KEY"] if name == "NGC_API_KEY" else [name]
 
 
 # ---------------------------------------------------------------------- which file

@@ -7,7 +7,6 @@ import functools
 import os
 import re
 from collections import ChainMap
-from collections.abc import Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -44,6 +43,7 @@ _NO_DEFAULTS = (
     *("resource_group", "given_fields"),
     *("experiment_id", "experiment_dir", "job_dir", "_launcher_setup"),
 )
+_DEFAULTS = [field.name for field in fields(RayExecutor) if field.name not in _NO_DEFAULTS]
 #: Fields of a SlurmCluster, and keys that a SlurmExecutor takes otherwise.
 _OF_CLUSTER = {"nodes", "walltime", "keep", "idle_timeout_s", "renew", "queue_timeout_s"}
 _NOT_SLURMS = {
@@ -67,10 +67,10 @@ def resolve(executor: RayExecutor) -> RayExecutor:
     name = executor.file_name()
     # NeMo-Skills' own default may name a file in its own package, or one for another executor.
     is_default = executor.cluster is None and not os.environ.get(FILE_VARIABLES[0])
+    document = None
     try:
-        if name is not None and is_default and is_for_others(*find(name)):
-            name = None
-        document = load(name) if name is not None else None
+        if name is not None and not (is_default and is_for_others(*find(name))):
+            document = load(name)
     except NoClusterFile as error:
         if executor.cluster is not None:
             raise
@@ -78,7 +78,6 @@ def resolve(executor: RayExecutor) -> RayExecutor:
             raise NoClusterFile(
                 f"{error} The name comes from the variable {FILE_VARIABLES[0]}."
             ) from error
-        document = None
     if document is None:
         for field in ("pool", "image"):
             if getattr(executor, field) is not None:
@@ -166,16 +165,19 @@ def _beside(path: Path, name: str) -> str:
 
 
 def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
-    login = {name: getattr(part, name) for name in ("host", "user", "port", "identity")}
     tunnel: run.LocalTunnel | run.SSHTunnel = run.LocalTunnel(job_dir=part.job_dir)
     if part.host is not None and part.user is not None:
-        if part.identity is not None:
-            login["identity"] = _beside(path, part.identity)
-        tunnel = run.SSHTunnel(job_dir=part.job_dir, **login)
-    elif set(login.values()) != {None}:
+        tunnel = run.SSHTunnel(
+            job_dir=part.job_dir,
+            host=part.host,
+            user=part.user,
+            port=part.port,
+            identity=None if part.identity is None else _beside(path, part.identity),
+        )
+    elif part.host is not None or part.user is not None:
         raise ConfigError(
-            "host, user, port and identity say how to log in, which needs `host` and `user`; add "
-            "both, or leave all out to use Slurm's commands of this machine."
+            "a login needs `host` and `user`; add both, or leave both out to use Slurm's commands "
+            "of this machine."
         )
     executor = run.SlurmExecutor(
         **part.model_dump(exclude=_NOT_SLURMS, exclude_none=True),
@@ -210,14 +212,14 @@ def values_of(executor: RayExecutor, document: Document) -> dict[str, Any]:
             f"RayExecutor.pool is {executor.pool!r}, and {document.path} has no pool of that name; "
             f"{meant(executor.pool, file.pools)}"
         )
-    of_file = default_values(document)
-    of_pool = {} if executor.pool is None else _pool_values(document, executor.pool)
+    of_file = fields_of(document)
+    of_pool = {} if executor.pool is None else fields_of(document, executor.pool)
     images = [executor.image, of_pool.pop("image", None), of_file.pop("image", None)]
     image = next((image for image in images if image is not None), None)
     below = [_of_image(image, document), of_file, of_pool]
     plain = RayExecutor()
     values: dict[str, Any] = {}
-    for name in _default_fields():
+    for name in _DEFAULTS:
         layers = [layer[name] for layer in below if name in layer]
         value = getattr(executor, name)
         if name in _JOINED:
@@ -236,48 +238,34 @@ def check_fields_of(document: Document) -> Document:
     Raises:
         ConfigError: a field or a value is wrong.
     """
-    sections: dict[KeyPath, dict[str, Any]] = {("defaults",): default_values(document)}
-    for pool in document.file.pools:
-        sections["pools", pool] = _pool_values(document, pool)
-    for section, values in sections.items():
+    for pool in (None, *document.file.pools):
+        image = fields_of(document, pool).get("image")
         try:
-            _of_image(values.get("image"), document)
+            _of_image(image, document)
         except ConfigError as error:
+            section = ("defaults",) if pool is None else ("pools", pool)
             raise document.refuse((*section, "image"), str(error)) from error
     return document
 
 
-def default_values(document: Document) -> dict[str, Any]:
-    """The executor's fields that the file's defaults give.
+def fields_of(document: Document, pool: str | None = None) -> dict[str, Any]:
+    """The executor's fields that the file's defaults, or a pool, give.
 
     Raises:
         ConfigError: a field is unknown or cannot be a default, or a value is not allowed.
     """
-    known = _default_fields()
-    for name in document.file.defaults:
-        if name not in known:
-            hint = meant(name, known)
-            if name in _NO_DEFAULTS:
-                hint = "a task, or another section of this file, gives it."
-            problem = f"this is no field of RayExecutor that a file can give; {hint}"
-            raise document.refuse(("defaults", name), problem)
-    return _checked(document, ("defaults",), document.file.defaults)
-
-
-def _default_fields() -> list[str]:
-    return [field.name for field in fields(RayExecutor) if field.name not in _NO_DEFAULTS]
-
-
-def _pool_values(document: Document, pool: str) -> dict[str, Any]:
-    """The executor's fields that a pool gives."""
-    given = document.file.pools[pool].model_dump(exclude_unset=True, exclude={"address", "notes"})
-    return _checked(document, ("pools", pool), given)
-
-
-def _checked(document: Document, section: KeyPath, given: Mapping[str, Any]) -> dict[str, Any]:
+    section: KeyPath = ("defaults",)
+    given = document.file.defaults
+    if pool is not None:
+        section, part = ("pools", pool), document.file.pools[pool]
+        given = part.model_dump(exclude_unset=True, exclude={"address", "notes"})
     values = {}
     for name, value in given.items():
         try:
+            if name in _NO_DEFAULTS:
+                raise ConfigError("a task, or another section of this file, gives this field.")
+            if name not in _DEFAULTS:
+                raise ConfigError(f"this is no field of RayExecutor; {meant(name, _DEFAULTS)}")
             values[name] = _packager(value) if name == "packager" else value
             RayExecutor(**{name: values[name]})
         except ConfigError as error:
@@ -327,28 +315,18 @@ def _of_image(image: str | None, document: Document) -> dict[str, Any]:
 def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
     """The labels of the nodes that have an image, which may be a name in the file's ``images``.
 
-    Every entry of ``image_labels`` that matches contributes, and the first one wins a label; but an
-    entry of just this name or image comes in place of those of other names of the image. Only
-    where none matches, ``image_label_key`` gives a label with the image as its value.
+    They are the entry of ``image_labels`` of this name, else of the image, else the first one of
+    another name of the image or of a pattern; else ``image_label_key`` has the image as its value.
     """
-    asked, image = image, file.images.get(image, image)
-    matching = {}
-    for key, entry in file.image_labels.items():
-        pattern = file.images.get(key, key)
-        is_left_out = key in file.images and key != asked and asked in file.image_labels
-        if not is_left_out and (image == pattern or fnmatchcase(image, pattern)):
-            matching[key] = entry
-    if not matching and file.image_label_key and image:
-        return {file.image_label_key: label_value(image)}
-    named = [entry for key, entry in matching.items() if key in file.images]
-    for label in dict.fromkeys(label for entry in named for label in entry):
-        values = sorted({entry[label] for entry in named if label in entry})
-        if len(values) > 1:
-            raise ConfigError(
-                f"The names of the image {image!r} disagree about the label {label} of its nodes: "
-                f"{' and '.join(values)}. Ask for one of the names instead of the image."
-            )
-    return dict(ChainMap(*map(dict, matching.values())))
+    full = file.images.get(image, image)
+    labels = file.image_labels
+    for key in (image, full):
+        if key in labels:
+            return labels[key]
+    for key, entry in labels.items():
+        if fnmatchcase(full, file.images.get(key, key)):
+            return entry
+    return {file.image_label_key: label_value(full)} if file.image_label_key and full else {}
 
 
 def label_value(image: str) -> str:

@@ -108,16 +108,9 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
     except OmegaConfBaseException as error:
         raise _unresolved(document, (profile,), error) from error
     raw: Any = OmegaConf.to_container(merged)
-    sources = {
-        path[1:]: source
-        for name in chain
-        for path, source in document.sources.items()
-        if path[:1] == (name,)
-    }
     no_cluster = 'the profile names no cluster; expected ray_address = "http://<head>:8265".'
-    file = Translation(
-        FORMAT, Document(document.path, dict(raw), sources, no_cluster=no_cluster), _IGNORED
-    )
+    document = Document(document.path, dict(raw), no_cluster=no_cluster)
+    file = Translation(FORMAT, document, _IGNORED)
 
     def resolved(*path: str) -> Any:
         try:

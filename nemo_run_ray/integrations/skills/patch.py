@@ -28,7 +28,7 @@ import yaml
 from nemo_run.run.experiment import Experiment
 
 from nemo_run_ray.cluster_files.load import Document, load
-from nemo_run_ray.cluster_files.resolve import default_values
+from nemo_run_ray.cluster_files.resolve import fields_of
 from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import is_credential_name, strict_init
@@ -248,7 +248,7 @@ def _get_executor(original: Any, bound: inspect.BoundArguments) -> SkillsExecuto
         env_vars=clear,
         secrets=secrets,
         dependencies=list(call["dependencies"] or ()),
-        packager=default_values(load(file)).get("packager") or packager,
+        packager=fields_of(load(file)).get("packager") or packager,
         startup_commands=[_RANKS],
         **fields,
     )

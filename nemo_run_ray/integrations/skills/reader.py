@@ -7,14 +7,11 @@ ray}``, or ``ray_endpoint``), and a staged executor (``executor: ray``).
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
-from nemo_run_ray.cluster_files.load import Document, KeyPath, in_file
+from nemo_run_ray.cluster_files.load import Document, KeyPath
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.fields import is_credential_name
 from nemo_run_ray.integrations.foreign import Translation, at
@@ -69,13 +66,18 @@ def names_ray(document: Document, profile: str | None = None) -> bool:
 
 
 def _opened(document: Document) -> tuple[Translation, str, str, str, bool]:
-    """A file, its executor, the key of its back-end, that one's name, and whether it is for Ray."""
+    """A file, its executor, the key of its back-end, that one's name, and whether it is for Ray.
+
+    The keys below ``kubernetes`` are among those of the back-end, which come first.
+    """
     values = dict(document.values)
     is_second = values.get("execution_backend") and not values.get("backend")
     section = "execution_backend" if is_second else "backend"
     if isinstance(values.get(section), str):
         values[section] = {"name": values[section]}
     file = Translation(FORMAT, replace(document, values=values), _IGNORED)
+    if values.get(section):
+        values[section] = {**file.of(dict, section, "kubernetes"), **file.of(dict, section)}
     name = file.of(str, section, "name").strip().lower()
     executor = file.of(str, "executor").strip().lower()
     has_endpoint = executor != "slurm" and (file.get("ray_endpoint") or file.get("with_ray"))
@@ -124,20 +126,11 @@ def read(document: Document, profile: str | None, environ: Mapping[str, str]) ->
 
 
 def _put_backend(file: Translation, section: str, name: str) -> None:
-    kubernetes = (section, "kubernetes")
     if name not in ("ray", *_KUBERNETES, *_NO_RAY):
         raise file.document.refuse(
             (section, "name"), f"{name!r} is no back-end; expected one of ray, {_KUBERNETES}."
         )
-    address = file.first(
-        (section, "dashboard_url"),
-        (section, "jobs_api_url"),
-        (*kubernetes, "dashboard_url"),
-        (section, "endpoint"),
-        (section, "ray_endpoint"),
-        (*kubernetes, "endpoint"),
-        ("ray_endpoint",),
-    )
+    address = file.first(*((section, key) for key in _ADDRESSES), ("ray_endpoint",))
     if address is None:
         raise file.document.refuse(
             (section, "name"),
@@ -145,24 +138,20 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
             f"`{section}.dashboard_url: http://<head>:8265`.",
         )
     file.put(("cluster", "address"), file.of(str, *address), address)
-    selector, label_key, images = (
-        file.first((section, key), (*kubernetes, key)) for key in _LABELS
-    )
-    if selector:
+    selector, label_key, images = ((section, key) for key in _LABELS)
+    if file.get(*selector):
         file.put(("defaults", "label_selector"), _labels(file, selector), selector)
-    if label_key:
+    if file.get(*label_key):
         file.put(("image_label_key",), file.get(*label_key), label_key)
-    if images:
-        for image in file.of(dict, *images):
-            labels = _labels(file, (*images, image))
-            if set(labels) == {"key", "value"}:
-                labels = {labels["key"]: labels["value"]}
-            file.put(("image_labels", image), labels, (*images, image))
+    for image in file.of(dict, *images):
+        labels = _labels(file, (*images, image))
+        if set(labels) == {"key", "value"}:
+            labels = {labels["key"]: labels["value"]}
+        file.put(("image_labels", image), labels, (*images, image))
     if folder := file.of(str, section, "working_dir").strip():
         file.put(("defaults", "packager"), {"folder": folder}, (section, "working_dir"))
-    known = ["name", "kubernetes", "working_dir", *_ADDRESSES, *_LABELS]
+    known = ("name", "kubernetes", "working_dir", *_ADDRESSES, *_LABELS)
     file.ignore_rest((section,), known)
-    file.ignore_rest(kubernetes, ["endpoint", "dashboard_url", *_LABELS])
 
 
 def _labels(file: Translation, path: KeyPath) -> dict[str, Any]:
@@ -208,46 +197,31 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, s
                 add(("env", "forward" if key == "env_vars" else "required"), name, path)
             elif not secret:  # plain text, or text with $OTHER in it
                 try:
-                    file.put(("env", "set", name), _filled(value, environ), path)
+                    filled = _REFERENCE.sub(lambda match: environ[match[2]], value)
+                    file.put(("env", "set", name), filled, path)
                 except KeyError as error:
                     raise file.document.refuse(
                         path,
                         f"its value asks for the variable {error.args[0]}, which is not set; set "
                         "it.",
                     ) from None
+            elif reference := _REFERENCE.fullmatch(value):
+                file.append(("secrets",), name, path)
+                file.put(("env", "value_from", name), [reference[2]], path)
             elif not value:
                 file.ignore(path, "The credential is empty.")
             else:
-                if not _REFERENCE.fullmatch(value):
-                    warnings.warn(
-                        f"{file.document.where(*path)}: {secret} is the name of a credential, and "
-                        "whoever can read the file can read its value (it is not shown here). The "
-                        f"task gets it as a secret. Write `{name}`, which takes the value from "
-                        f"your environment, or `{name}=$OTHER_NAME`.",
-                        UserWarning,
-                        stacklevel=2,
-                    )
-                file.append(("secrets",), name, path)
-                place = in_file(file.document.path, name)
-                file.put(("env", "value_from", name), [place], path)
+                raise file.document.refuse(
+                    path,
+                    f"{secret} is the name of a credential, whose value is in no file (it is not "
+                    f"shown here); expected `{name}`, which takes the value from your environment, "
+                    f"or `{name}=$OTHER_NAME`.",
+                )
     for name in FORWARDED:
         add(("env", "forward"), name, added_by, _ADDED)
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in _STAY_HERE:
             add(("secrets",), name, added_by, _ADDED)  # nobody but NeMo-Skills knows what they hold
-
-
-def value_in(text: str, name: str, environ: Mapping[str, str]) -> str | None:
-    """The value that the text of a file gives a variable as ``NAME=value``."""
-    values = yaml.safe_load(text)
-    entries = [entry.partition("=") for key in _LISTS for entry in values.get(key) or ()]
-    given = [value.strip() for key, equals, value in entries if equals and key.strip() == name]
-    return _filled(given[-1], environ) if given else None
-
-
-def _filled(value: str, environ: Mapping[str, str]) -> str:
-    """A value with the variables of the environment for ``$NAME`` and ``${NAME}``."""
-    return _REFERENCE.sub(lambda match: environ[match[2]], value)
 
 
 _RESOURCES = {"gpu": "GPU", "gpus": "GPU", "cpu": "CPU", "cpus": "CPU", "mem": "memory"}

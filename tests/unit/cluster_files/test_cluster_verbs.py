@@ -125,11 +125,3 @@ def test_a_pool_whose_image_no_node_has_is_a_wrong_one(clusters, write):
     assert row["kind"] == "wrong"
     assert row["error"].startswith(f"{path}:3: pools.a.image: The image 'vllm' has no labels in")
     assert "Did you mean" not in row["error"], "the name is right"
-
-
-def test_a_variable_that_names_no_env_toml_leaves_the_other_files(clusters, write, monkeypatch):
-    write("cluster: {local: {}}\n", "good.yaml")
-    monkeypatch.setenv("NEMOTRON_ENV_FILE", "/nonexistent")
-    good, wrong = json.loads(clusters("--json"))
-    assert good["kind"] == "cluster file"
-    assert wrong["error"] == "The variable NEMOTRON_ENV_FILE names /nonexistent, which is no file."

@@ -4,7 +4,6 @@ import pytest
 
 from nemo_run_ray.cluster_files.resolve import label_value, labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile
-from nemo_run_ray.errors import ConfigError
 
 VLLM = "vllm/vllm-openai:v0.10.1"
 
@@ -19,25 +18,15 @@ def test_an_entry_is_a_name_an_image_or_a_pattern(image, key):
     assert labels_of(image, _file(image_labels={key: {"pool": "gpu"}})) == {"pool": "gpu"}
 
 
-def test_two_names_of_an_image_have_their_own_nodes():
+def test_the_nearest_entry_counts():
     names = {"vllm": VLLM, "client": VLLM}
-    entries = {"vllm": {"pool": "gpu"}, "client": {"pool": "cpu"}, "vllm/*": {"site": "a"}}
+    entries = {"vllm/*": {"site": "a"}, "vllm": {"pool": "gpu"}, "client": {"pool": "cpu"}}
     file = ClusterFile(images=names, image_labels=entries)
-
-    assert labels_of("vllm", file) == {"pool": "gpu", "site": "a"}
-    assert labels_of("client", file) == {"pool": "cpu", "site": "a"}
-    with pytest.raises(
-        ConfigError, match="disagree about the label pool of its nodes: cpu and gpu"
-    ):
-        labels_of(VLLM, file)
+    assert labels_of("vllm", file) == {"pool": "gpu"}
+    assert labels_of("client", file) == {"pool": "cpu"}
+    assert labels_of(VLLM, file) == {"site": "a"}
     exact = ClusterFile(images=names, image_labels={**entries, VLLM: {"pool": "tpu"}})
-    assert labels_of(VLLM, exact) == {"pool": "tpu", "site": "a"}
-
-
-def test_all_matching_entries_contribute_and_the_first_wins_a_label():
-    entries = {"vllm/*": {"a": "1", "b": "1"}, "nothing": {"c": "0"}, "vllm": {"b": "2", "c": "2"}}
-
-    assert labels_of("vllm", _file(image_labels=entries)) == {"a": "1", "b": "1", "c": "2"}
+    assert labels_of(VLLM, exact) == {"pool": "tpu"}
 
 
 def test_the_key_gives_a_label_only_where_no_entry_matches():

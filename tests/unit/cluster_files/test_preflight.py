@@ -42,22 +42,11 @@ def of(name: str, found: Inspection, asks: dict | None = None, **file) -> CheckR
         ("2.53.1", True, CheckState.BROKEN),
         ("2.53.1", False, CheckState.WARNING),
         ("3.0.0.dev0", True, CheckState.OK),
-        ("", True, CheckState.UNKNOWN),
     ],
 )
 def test_rays_version_against_the_labels_in_use(version, has_labels, state):
     pools = {"gpu": {"label_selector": {"kind": "x"}}} if has_labels else {}
     assert of("Ray", replace(FOUND, version=version), pools=pools).state is state
-
-
-@pytest.mark.parametrize(
-    ("value", "step"),
-    [("h100", "Start a node with it: ray start --labels=kind=h100 …"), ("in(a,b)", "")],
-)
-def test_a_missing_label_names_the_command_that_gives_it(value, step):
-    labels = {"required_labels": [{"key": "kind", "value": value}]}
-    row = of(f"label kind={value}", FOUND, preflight=labels)
-    assert (row.state, row.next_step) == (CheckState.BROKEN, step)
 
 
 @pytest.mark.parametrize(

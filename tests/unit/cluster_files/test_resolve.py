@@ -236,20 +236,6 @@ SKILLS = """\
 """
 
 
-@pytest.mark.filterwarnings("ignore:.*TEAM_API_KEY is the name of a credential:UserWarning")
-def test_a_key_that_a_file_of_nemo_skills_holds_is_a_secret(write, monkeypatch):
-    monkeypatch.setenv("TEAM_API_KEY", "of the environment")
-    path = write(
-        SKILLS.replace("[WHO=skills]", "[WHO=skills, TEAM_API_KEY=of-the-file]"), "old.yaml"
-    )
-    executor = RayExecutor(cluster="old")
-    found = executor.resolved()
-    assert "of-the-file" not in f"{found!r} {found.env_vars} {found.secret_places}"
-    assert value_of("TEAM_API_KEY", found.secret_places["TEAM_API_KEY"]) == "of-the-file"
-    path.unlink()
-    assert value_of("TEAM_API_KEY", found.secret_places["TEAM_API_KEY"]) is None
-
-
 def test_nemo_skills_default_counts_where_it_is_for_ray(write, monkeypatch):
     monkeypatch.setenv("NEMO_SKILLS_CONFIG", "old")
     write(SKILLS, "old.yaml")

@@ -105,9 +105,8 @@ B = "2"
         "startup_commands": ["c"],
     }
     assert reading.values["env"]["set"] == {"A": "1", "B": "2"}
-    assert reading.sources["defaults", "nodes"].endswith("env.toml:10 (nodes)")
-    assert reading.sources["env", "set", "A"].endswith("env.toml:6 (env_vars.A)")
-    assert reading.sources["env", "set", "B"].endswith("env.toml:17 (env_vars.B)")
+    assert reading.sources["defaults", "nodes"].endswith("env.toml (nodes)")
+    assert reading.sources["env", "set", "A"].endswith("env.toml (env_vars.A)")
 
 
 @pytest.mark.parametrize(
@@ -115,17 +114,17 @@ B = "2"
     [
         (
             '[team]\nextends = "b"\n[b]\nextends = "c"\n[c]\nextends = "b"\n',
-            ":6: c.extends: the profiles extend each other in a circle: team -> b -> c -> b.",
+            ": c.extends: the profiles extend each other in a circle: team -> b -> c -> b.",
         ),
         (
             '[team]\nextends = "team"\n',
-            ":2: team.extends: the profiles extend each other in a circle: team -> team.",
+            ": team.extends: the profiles extend each other in a circle: team -> team.",
         ),
         (
             '[team]\nextends = "base"\n[base]\nextends = "bsae2"\n[base2]\n',
-            ":4: base.extends: there is no profile 'bsae2' (team -> base -> bsae2); there are",
+            ": base.extends: there is no profile 'bsae2' (team -> base -> bsae2); there are",
         ),
-        ("[team]\nextends = 3\n", ":2: team.extends: there is no profile 3 (team -> 3)"),
+        ("[team]\nextends = 3\n", ": team.extends: there is no profile 3 (team -> 3)"),
     ],
 )
 def test_a_circle_or_an_unknown_parent_is_refused_with_the_chain(refusal, text, expected):
@@ -173,9 +172,9 @@ def test_keys_with_what_they_ask_for(read):
         ('executor = "slurm"', "the profile is for 'slurm', not for Ray; expected executor ="),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_file_line_and_key(refusal, line, expected):
+def test_what_cannot_be_used_is_refused_by_file_and_key(refusal, line, expected):
     text = refusal(f'[base]\nexecutor = "ray"\n[team]\nextends = "base"\n{line}\n')
-    assert text.startswith(f":5: {line.partition(' ')[0]}: {expected}")
+    assert text.startswith(f": {line.partition(' ')[0]}: {expected}")
     assert "TAG" not in line or "'TAG' not found" in text
 
 
@@ -191,7 +190,7 @@ def test_remote_job_dir_is_where_outputs_lie(read, own, expected):
     reading = read(_team(*lines), USER="me")
 
     assert reading.values == {"env": {"set": expected}}
-    assert reading.sources["env", "set", "NEMO_RUN_DIR"].endswith(":3 (remote_job_dir)")
+    assert reading.sources["env", "set", "NEMO_RUN_DIR"].endswith(" (remote_job_dir)")
 
 
 def test_env_vars_are_texts(read):
@@ -238,7 +237,7 @@ def test_a_credential_of_the_environment_is_named_and_its_value_is_nowhere(
 def test_a_credential_in_clear_is_refused_and_not_shown(refusal, value):
     text = refusal(_team("[team.env_vars]", f'HF_TOKEN = "{value}"'))
 
-    assert text.startswith(":4: env_vars.HF_TOKEN: it is a text, and HF_TOKEN is the name of")
+    assert text.startswith(": env_vars.HF_TOKEN: it is a text, and HF_TOKEN is the name of")
     assert text.endswith("expected ${oc.env:HF_TOKEN} and nothing else.")
     assert "hunter2" not in text
 
@@ -248,7 +247,7 @@ def test_a_credential_inside_another_text_is_refused(refusal, value):
     lines = ("[team.env_vars]", f'HEADER = "{value}"', 'other = "x${oc.env:MY_TOKEN}"')
     text = refusal(_team(*lines), MY_TOKEN="hunter2")
 
-    assert text.startswith(":4: env_vars.HEADER: it is a text, and MY_TOKEN is the name of")
+    assert text.startswith(": env_vars.HEADER: it is a text, and MY_TOKEN is the name of")
     assert "hunter2" not in text
 
 
@@ -273,6 +272,4 @@ def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):
 
     assert sorted(one.key for one in reading.ignored) == sorted(names)
     assert not any("not known" in one.reason for one in reading.ignored)
-    mounts = next(one for one in reading.ignored if one.key == "mounts")
-    assert mounts.source.endswith(f"env.toml:{2 + names.index('mounts')}")
     assert reading.values == {}
