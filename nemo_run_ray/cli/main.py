@@ -29,7 +29,6 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from nemo_run_ray import clusters as kinds
@@ -103,14 +102,11 @@ def _cell(value: object) -> str:
 
 def _complete(incomplete: str) -> list[str]:
     """Titles and ids of experiments, and ids of their jobs, that begin so."""
-    folders = [
-        folder
-        for folder in experiments()
-        if folder.name.startswith(incomplete) or incomplete.startswith(folder.name)
-    ]
-    names = {name for folder in folders for name in (folder.parent.name, folder.name)}
-    if len(folders) == 1:
-        names |= set(store_of(folders[0]).ledger.jobs())
+    names: set[str] = set()
+    for folder in experiments():
+        names |= {folder.parent.name, folder.name}
+        if incomplete.startswith(folder.name):
+            names |= set(store_of(folder).ledger.jobs())
     return sorted(name for name in names if name.startswith(incomplete))
 
 
@@ -136,13 +132,7 @@ _COLORS = {"ok": "green", "warning": "yellow", _BROKEN: "red", "unknown": "yello
 _TIMEOUT = 124
 #: Lines of each log that are read before those of other jobs are printed.
 _LINES_AHEAD = 1000
-_NS_HELP = """\
-nemo-run-ray ns COMMAND --cluster FILE …
-
-Runs a command of NeMo-Skills with its tasks on Ray: ns eval, ns generate, ns run_cmd, and so on.
-NeMo-Skills is not installed beside nemo_run_ray; install it from its source to use this."""
 _NAME = re.compile(r"[\w-]{1,100}")
-_MASKED = "***"
 _VARIABLE = re.compile(r"\$\{\w+\}")
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
@@ -572,14 +562,14 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
 
 
 def checks_table(rows: Sequence[CheckRow]) -> Group:
-    """The lines for people, and how many there are of each kind."""
-    grid = Table("check", "state", "what was found", box=None, pad_edge=False)
+    """A line for each check, for people."""
+    lines = []
     for row in rows:
-        step = f"\n-> {row.next_step}" if row.next_step else ""
-        state = Text(row.state.value, _COLORS[row.state.value])
-        grid.add_row(row.check, state, f"{row.message}{step}")
-    counts = [(name, sum(row.state.value == name for row in rows)) for name in _COLORS]
-    return Group(grid, "\n" + ", ".join(f"{count} {name}" for name, count in counts if count))
+        state = f"{row.state.value:8}"
+        step = f"\n         -> {row.next_step}" if row.next_step else ""
+        text = f" {row.check}: {row.message}{step}"
+        lines.append(Text.assemble((state, _COLORS[row.state.value]), text))
+    return Group(*lines)
 
 
 def clusters(
@@ -597,8 +587,6 @@ def clusters(
     with_profiles, profiles = load.profiles_here()
     paths = [*map(str, load.files()), *(f"{with_profiles}:{profile}" for profile in profiles)]
     rows = [_row(path) for path in paths]
-    if not as_json:
-        rows = [{**row, "where": row["error"].partition("\n")[0] or row["where"]} for row in rows]
     show(rows, ("name", "kind", "where", "pools", "path"), as_json)
     if not rows and not as_json:
         folders = ", ".join(map(str, load.folders())) or "any folder"
@@ -616,32 +604,20 @@ def _row(path: str) -> dict[str, Any]:
             return row | {"kind": other, "where": "not for Ray"}
         document, cluster = _load(path)
     except ConfigError as error:
-        return row | {"error": str(error)}
+        return row | {"where": str(error).partition("\n")[0], "error": str(error)}
     pools = list(document.file.pools)
     return row | {"kind": document.format, "where": cluster.title, "pools": pools}
 
 
 def _show_file(name: str, as_json: bool) -> None:
-    from nemo_run_ray.cluster_files.load import dotted, leaves, variables_of
+    from nemo_run_ray.cluster_files.load import dotted, leaves
 
     document, _ = _load(name)
-    rows: list[dict[str, Any]] = []
-
-    def add(key: str, value: object, source: str = "your environment") -> None:
-        rows.append({"key": key, "value": value, "source": source})
-
+    rows = []
     for path, value in leaves(document.file.model_dump(exclude_unset=True)):
         if path[:2] == ("cluster", "headers"):  # of which only names of variables may be seen
-            value = " ".join(_VARIABLE.findall(value)) or _MASKED
-        add(dotted(path), value, document.where(*path))
-    try:
-        variables, secrets = variables_of(document)
-        for key, value in sorted(variables.items() - document.file.env.set.items()):
-            add(f"variable {key}", value)
-        for key in secrets:
-            add(f"secret {key}", _MASKED)
-    except ConfigError as error:
-        add("env", str(error))
+            value = " ".join(_VARIABLE.findall(value)) or "***"
+        rows.append({"key": dotted(path), "value": value, "source": document.where(*path)})
     if as_json:
         ignored = [asdict(one) for one in document.ignored]
         file = {"path": str(document.path), "format": document.format}
@@ -719,9 +695,6 @@ def ns(context: typer.Context) -> None:
 
     commands = entry_points(group="console_scripts", name="ns")
     command = next((one for one in commands if one.value.startswith("nemo_skills.")), None)
-    if command is None and context.args in ([], ["--help"]):
-        out.print(_NS_HELP)
-        return
     if command is None:
         raise ConfigError(
             "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "

@@ -316,14 +316,15 @@ def _outcome(row: Row) -> str:
 
 
 def length(seconds: float) -> str:
-    """A length of time in at most two units: ``3.2s``, ``1m 5s``, ``2h``, ``3d 4h``."""
-    if seconds < 9.95:
-        return f"{seconds:.1f}".removesuffix(".0") + "s"
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (whole % 60, "s")]
-    first = next(place for place, (count, _) in enumerate(parts) if count)
-    return " ".join(f"{count}{unit}" for count, unit in parts[first : first + 2] if count)
+    """A length of time in at most two units: ``3.2s``, ``1m 5s``, ``3d 4h``."""
+    for unit_s, unit, below_s, below in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
+        if seconds >= unit_s:
+            return f"{int(seconds // unit_s)}{unit} {int(seconds % unit_s // below_s)}{below}"
+    return f"{seconds:.2g}s"
 
 
 def _utc(at: float | None) -> str:

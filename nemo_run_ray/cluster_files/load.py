@@ -293,7 +293,8 @@ def _check(document: Document) -> None:
             raise document.refuse(
                 path,
                 "this looks like a credential, and the file is read by others. Put the value "
-                f"into the variable {path[-1]} of your environment, and the name under `secrets:`.",
+                f"into the variable {path[-1]} of your environment, and only its name into the "
+                "file.",
             )
 
 
@@ -323,9 +324,8 @@ def variables_of(document: Document) -> tuple[dict[str, str], list[str]]:
     missing = [name for name in [*env.required, *secrets] if values[name] is None]
     if missing:
         raise ConfigError(
-            f"{document.path} requires {', '.join(missing)}, which "
-            f"{'are' if len(missing) > 1 else 'is'} not set in this environment. Set what is "
-            "missing; nothing was sent."
+            f"{document.path} requires variables that are not set in this environment: "
+            f"{', '.join(missing)}. Set them; nothing was sent."
         )
     clear: dict[str, str] = {}
     for name in names:

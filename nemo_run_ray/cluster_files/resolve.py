@@ -32,7 +32,7 @@ from nemo_run_ray.cluster_files.schema import ClusterFile, SlurmPart
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster, Sidecar, SlurmCluster
 from nemo_run_ray.errors import ConfigError, NoClusterFile, as_markup
 from nemo_run_ray.executor import FILE_VARIABLES, RayExecutor, cluster_of_roles
-from nemo_run_ray.fields import PortProbe, nearest
+from nemo_run_ray.fields import PortProbe
 
 #: Fields with values by name: each name is looked for in the code, the pool, the defaults.
 _JOINED = ("env_vars", "label_selector", "resources_per_node", "runtime_env", "ports")
@@ -303,11 +303,9 @@ def _of_image(image: str | None, document: Document) -> dict[str, Any]:
     labels = labels_of(image, file)
     is_known = labels or file.defaults.get("label_selector") or image in file.image_labels
     if not is_known and document.format == FORMAT:
-        like = None if image in file.images else nearest(image, [*file.images, *file.image_labels])
-        hint = f" Did you mean {like!r}?" if like else ""
         raise ConfigError(
-            f"The image {image!r} has no labels in {document.path}, and would run on any node."
-            f"{hint} Add it to `image_labels`, give `image_label_key`, or say `images_as: none`."
+            f"The image {image!r} has no labels in {document.path}, and would run on any node. Add "
+            "it to `image_labels`, give `image_label_key`, or say `images_as: none`."
         )
     return {"label_selector": labels}
 

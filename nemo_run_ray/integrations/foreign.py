@@ -52,27 +52,24 @@ class Translation:
             self.ignore(path, f"{dotted(given[0])} comes first.")
         return given[0] if given else None
 
-    def put(self, target: KeyPath, value: Any, key: KeyPath, note: str = "", *element: int) -> None:
-        """Set a value of this package's form, or add an element, which comes from a foreign key."""
+    def put(self, target: KeyPath, value: Any, key: KeyPath) -> None:
+        """Set a value of this package's form, which comes from a foreign key."""
         table = self.values
         for word in target[:-1]:
             table = table.setdefault(str(word), {})
         table[str(target[-1])] = value
-        self._sources[target + element] = f"{self.document.where(*key)} ({dotted(key)}{note})"
+        self._sources[target] = f"{self.document.where(*key)} ({dotted(key)})"
 
     def put_or(self, target: KeyPath, default: Any, key: KeyPath) -> None:
         """Set a value of this package's form: that of a foreign key, or its default there."""
         value = self.get(*key)
-        if value is None:
-            self.put(target, default, key, f": {self.document.format}' default")
-        else:
-            self.put(target, value, key)
+        self.put(target, default if value is None else value, key)
 
-    def append(self, target: tuple[str, ...], value: str, key: KeyPath, note: str = "") -> None:
+    def append(self, target: tuple[str, ...], value: str, key: KeyPath) -> None:
         """Add an element to a list of this package's form, unless it is there."""
         elements = at(self.values, target) or []
         if value not in elements:
-            self.put(target, [*elements, value], key, note, len(elements))
+            self.put(target, [*elements, value], key)
 
     def ignore(self, key: KeyPath, reason: str) -> None:
         """Leave out a foreign key; the first reason stays."""

@@ -69,5 +69,3 @@ def test_names_are_completed(mixed):
 
 def test_options_of_the_command_itself():
     assert tool("nemo-run-ray", "--version").stdout.startswith("nemo_run_ray ")
-    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    assert "COMMAND" in tool("nemo-run-ray", "ns", "--help", env=env).stdout

@@ -123,7 +123,9 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     wait_for(lambda: not processes_where(lambda _, words: dispatcher in words), 90)
     page = page_of(running, tmp_path / "lost.html")
     assert "last seen alive" in page
-    ((_, width),) = re.findall(r'<rect class="running lost" x="([\d.]+)%" width="([\d.]+)%"', page)
+    ((_, width),) = re.findall(
+        r'<i class="runs lost" style="left: ([\d.]+)%; width: ([\d.]+)%"', page
+    )
     assert float(width) > 50, "it ran to its last line, 3 s after its first one"
 
 
@@ -187,6 +189,6 @@ def assert_lost_with_its_times(cluster: LocalCluster, name: str, seen: list[dict
 
 def bars(page: str) -> list[str]:
     """Place and width of every bar that has one."""
-    found = re.findall(r'<rect class="([\w ]+)" x="([\d.]+)%" width="([\d.]+)%"', page)
+    found = re.findall(r'<i class="([\w ]+)" style="left: ([\d.]+)%; width: ([\d.]+)%"', page)
     assert len([one for one in found if float(one[2]) > 1]) >= 3, found
     return found

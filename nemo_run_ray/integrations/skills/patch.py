@@ -416,8 +416,8 @@ def _experiment_add(original: Any) -> Any:
         if name == _EVERY_TASK:
             parts = executor if isinstance(executor, list) else [executor]
             mine = [part for part in parts if isinstance(part, SkillsExecutor)]
-            for part in sorted(mine, key=lambda part: part.is_serving)[:1]:
-                name = part.job_name or name
+            if mine:
+                name = min(mine, key=lambda part: part.is_serving).job_name or name
         return original(self, task, executor, name, *args, **kwargs)
 
     return wrapper

@@ -25,7 +25,6 @@ _MARKS = {"executor", "backend", "execution_backend", "ray_endpoint", "with_ray"
     "required_env_vars",
 }
 _OURS = frozenset(ClusterFile.model_fields) - {"preflight"}
-_ADDED = ": NeMo-Skills always does so"
 
 #: The reasons for which keys mean nothing here.
 _IGNORED = {
@@ -115,12 +114,12 @@ def read(document: Document, profile: str | None, environ: Mapping[str, str]) ->
         _put_backend(file, section, name)
         # A driver that calls ray.init with its own runtime_env would fail on what it shares with
         # the job's; NeMo-Skills sets this for each of its Ray jobs, and NeMo-RL needs it.
-        file.put(("env", "set", "RAY_OVERRIDE_JOB_RUNTIME_ENV"), "1", (why,), _ADDED)
+        file.put(("env", "set", "RAY_OVERRIDE_JOB_RUNTIME_ENV"), "1", (why,))
     for image, container in file.of(dict, "containers").items():
         file.put(("images", image), container, ("containers", image))
     _put_variables(file, (why,), environ)
     _put_preflight(file)
-    file.put(("defaults", "wait_for_nodes"), True, (why,), _ADDED)
+    file.put(("defaults", "wait_for_nodes"), True, (why,))
     file.ignore_rest((), (*used, *_TOP))
     return file.done()
 
@@ -177,51 +176,45 @@ _REFERENCE = re.compile(r"\$(\{)?([A-Za-z_]\w*)(?(1)\})")
 def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, str]) -> None:
     """Read the variables of a file, and add those that NeMo-Skills does."""
 
-    def add(kind: tuple[str, ...], name: str, path: KeyPath, note: str = "") -> None:
+    def add(kind: tuple[str, ...], name: str, path: KeyPath) -> None:
         """Add a name, unless it has a value or is required already, which is more."""
         places = (("env", "set"), ("env", "required"), ("secrets",))
         if not any(name in (at(file.values, place) or ()) for place in places):
-            file.append(kind, name, path, note)
+            file.append(kind, name, path)
 
     for key in _LISTS:
         for number, entry in enumerate(file.of(list, key)):
             path: KeyPath = (key, number)
             name, equals, value = (part.strip() for part in str(entry).partition("="))
-            names = [other for _, other in _REFERENCE.findall(value)]
-            secret = next(filter(is_credential_name, [name, *names]), "")
+            others = [other for _, other in _REFERENCE.findall(value)]
+            secret = next(filter(is_credential_name, others), "")
             if not isinstance(entry, str) or not _NAME.fullmatch(name):
                 raise file.document.refuse(
                     path, "it is no variable (not shown here); expected NAME, or NAME=value."
                 )
             if not equals:
                 add(("env", "forward" if key == "env_vars" else "required"), name, path)
-            elif not secret:  # plain text, or text with $OTHER in it
-                try:
-                    filled = _REFERENCE.sub(lambda match: environ[match[2]], value)
-                    file.put(("env", "set", name), filled, path)
-                except KeyError as error:
-                    raise file.document.refuse(
-                        path,
-                        f"its value asks for the variable {error.args[0]}, which is not set; set "
-                        "it.",
-                    ) from None
-            elif reference := _REFERENCE.fullmatch(value):
+            elif _REFERENCE.fullmatch(value) and (secret or is_credential_name(name)):
                 file.append(("secrets",), name, path)
-                file.put(("env", "value_from", name), [reference[2]], path)
-            elif not value:
-                file.ignore(path, "The credential is empty.")
-            else:
+                file.put(("env", "value_from", name), others, path)
+            elif secret:
                 raise file.document.refuse(
                     path,
-                    f"{secret} is the name of a credential, whose value is in no file (it is not "
-                    f"shown here); expected `{name}`, which takes the value from your environment, "
-                    f"or `{name}=$OTHER_NAME`.",
+                    f"{secret} is the name of a credential, which would be shown in another text; "
+                    f"expected {name}=${secret} and nothing else.",
                 )
+            else:  # plain text, or text with $OTHER in it
+                try:
+                    filled = _REFERENCE.sub(lambda match: environ[match[2]], value)
+                except KeyError as error:
+                    problem = f"its value asks for the variable {error.args[0]}, which is not set."
+                    raise file.document.refuse(path, problem) from None
+                file.put(("env", "set", name), filled, path)
     for name in FORWARDED:
-        add(("env", "forward"), name, added_by, _ADDED)
+        add(("env", "forward"), name, added_by)
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in _STAY_HERE:
-            add(("secrets",), name, added_by, _ADDED)  # nobody but NeMo-Skills knows what they hold
+            add(("secrets",), name, added_by)  # nobody but NeMo-Skills knows what they hold
 
 
 _RESOURCES = {"gpu": "GPU", "gpus": "GPU", "cpu": "CPU", "cpus": "CPU", "mem": "memory"}
@@ -232,7 +225,7 @@ def _put_preflight(file: Translation) -> None:
     if not file.of(dict, "preflight"):
         return
     # Nodes that a task needs may come later; only what the file requires must be there.
-    file.put(("preflight", "only_required"), True, ("preflight",), _ADDED)
+    file.put(("preflight", "only_required"), True, ("preflight",))
     file.put_or(("preflight", "enabled"), True, ("preflight", "enabled"))
     file.put_or(("preflight", "strict"), True, ("preflight", "strict_label_check"))
     labels = ("preflight", "required_node_labels")

@@ -157,7 +157,7 @@ BAD = {
     "cluster:\n  local: {}\n  token_variable: T\n": (3, "cluster.token_variable", "of its own"),
     "preflight:\n  min_resources: {GPU: -1}\n": (2, "preflight.min_resources.GPU", "than or equal"),
     "preflight:\n  min_resources: {GPU: .nan}\n": (2, "preflight.min_resources.GPU", "finite"),
-    "env:\n  set: {HF_TOKEN: hf_abc}\n": (2, "env.set.HF_TOKEN", "under `secrets:`"),
+    "env:\n  set: {HF_TOKEN: hf_abc}\n": (2, "env.set.HF_TOKEN", "only its name into the file"),
     "defaults:\n  env_vars: {A_PASSWORD: x}\n": (2, "defaults.env_vars.A_PASSWORD", "credential"),
     "pools:\n  p:\n    env_vars: {B_API_KEY: x}\n": (3, "pools.p.env_vars.B_API_KEY", "credential"),
     "cluster:\n  address: http://x\n  local: {}\n": (1, "cluster", "expected one of them"),

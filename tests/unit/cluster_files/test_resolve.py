@@ -99,7 +99,7 @@ def test_variables_of_the_caller(write, monkeypatch):
 def test_what_is_required_and_not_set_is_named(write, monkeypatch):
     path = write("env: {required: [DATA_ROOT, B]}\nsecrets: [A_TOKEN]\n")
     monkeypatch.delenv("A_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="requires DATA_ROOT, B, A_TOKEN, which are not set") as e:
+    with pytest.raises(ConfigError, match=r"are not set .*: DATA_ROOT, B, A_TOKEN\.") as e:
         team()
     assert str(path) in str(e.value)
 
@@ -266,7 +266,7 @@ def test_a_secret_from_another_place(write, monkeypatch, tmp_path):
 def test_an_image_that_the_file_does_not_know(write):
     write("images: {vllm: v:1}\nimage_labels: {vllm: {pool: gpu}}\n")
     assert team(image="vllm").label_selector == {"pool": "gpu"}
-    with pytest.raises(ConfigError, match=r"would run on any node. Did you mean 'vllm'"):
+    with pytest.raises(ConfigError, match="would run on any node"):
         team(image="vlm")
 
 

@@ -9,7 +9,7 @@ from nemo_run_ray.cli.status_report import since
     ("state", "moments", "expected"),
     [
         ("PENDING", {}, "1m 40s ago"),
-        ("RUNNING", {"running_at": 40.0}, "1m ago"),
+        ("RUNNING", {"running_at": 40.0}, "1m 0s ago"),
         ("SUCCEEDED", {"running_at": 40.0, "ended_at": 70.0}, "30s ago"),
         ("FAILED", {}, ""),
     ],
