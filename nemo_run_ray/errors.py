@@ -40,9 +40,7 @@ import errno
 import os
 import re
 import sys
-import sysconfig
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -52,7 +50,6 @@ from rich.markup import escape
 #: Environment variable that brings the tracebacks back, for a report of a fault of this package.
 VARIABLE = "NEMO_RUN_RAY_TRACEBACK"
 _LIBRARIES = (Path(__file__).parent, Path(nemo_run.__file__).parent)
-_PYTHONS = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 #: Numbers of an OSError that say that a disk is full or may only be read.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -83,7 +80,7 @@ class NemoRunRayError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """The lines that IPython and notebooks print of an uncaught error."""
-        if needs_traceback(self):
+        if os.environ.get(VARIABLE):
             return "".join(traceback.format_exception(self)).splitlines()
         return paragraph(self, self.__traceback__).splitlines()
 
@@ -209,7 +206,7 @@ def install() -> None:
     def excepthook(
         kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        if isinstance(error, NemoRunRayError) and not needs_traceback(error):
+        if isinstance(error, NemoRunRayError) and not os.environ.get(VARIABLE):
             print(paragraph(error, frames), file=sys.stderr)
         elif getattr(error, "_is_explained", False) and not os.environ.get(VARIABLE):
             print(shown(str(error)), file=sys.stderr)
@@ -231,55 +228,22 @@ def without_traceback(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
     return interrupt
 
 
-def needs_traceback(error: BaseException) -> bool:
-    """Whether the traceback is asked for, or tells of an error that the user's program handled."""
-    if os.environ.get(VARIABLE):
-        return True
-    seen: BaseException | None = error
-    while seen is not None:
-        if not isinstance(seen, NemoRunRayError) and _is_of_the_user(seen):
-            return True
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-    return False
-
-
 def paragraph(error: NemoRunRayError, frames: TracebackType | None) -> str:
-    """The error, and the line of the user's program that led to it."""
+    """The error, and the last line before NeMo-Run or this package was called.
+
+    Above it is the traceback of its cause in the process where the user's function has raised it.
+    """
     kind = type(error)
-    notes = getattr(error, "__notes__", ())
-    text = "\n".join([f"{kind.__module__}.{kind.__qualname__}: {error}", *notes])
-    text = shown(_elsewhere(error) + text)
-    place = _place(frames)
-    hint = f"{VARIABLE}=1 shows the traceback"
-    return f"{text}\n({place}; {hint})" if place else f"{text}\n({hint})"
-
-
-def _is_in(file: str, folders: Iterable[Path]) -> bool:
-    return any(Path(file).is_relative_to(folder) for folder in folders)
-
-
-def _elsewhere(error: BaseException) -> str:
-    """The traceback of its cause in the process where the user's function has raised it."""
+    text = "\n".join(
+        [f"{kind.__module__}.{kind.__qualname__}: {error}", *getattr(error, "__notes__", ())]
+    )
     cause = error.__cause__
     while cause is not None:
-        text = getattr(cause, "traceback_elsewhere", "")
-        if text:
-            return f"{text.strip()}\n\n"
+        text = f"{getattr(cause, 'traceback_elsewhere', '')}\n\n{text}".strip()
         cause = cause.__cause__
-    return ""
-
-
-def _is_of_the_user(error: BaseException) -> bool:
-    """Whether the user's program caught it, and no library did."""
-    frames = traceback.extract_tb(error.__traceback__, limit=1)
-    return bool(frames) and not _is_in(frames[0].filename, (*_LIBRARIES, *_PYTHONS))
-
-
-def _place(frames: TracebackType | None) -> str:
-    """The last line before NeMo-Run or this package was called."""
-    found = ""
+    place = ""
     for frame in traceback.extract_tb(frames):
-        if _is_in(frame.filename, _LIBRARIES):
+        if any(Path(frame.filename).is_relative_to(folder) for folder in _LIBRARIES):
             break
-        found = f"{frame.filename}, line {frame.lineno}"
-    return found
+        place = f"{frame.filename}, line {frame.lineno}; "
+    return f"{shown(text)}\n({place}{VARIABLE}=1 shows the traceback)"

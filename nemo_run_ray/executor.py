@@ -202,29 +202,26 @@ class RayExecutor(Executor):
         Raises:
             ConfigError: the first field that is wrong.
         """
+        cluster, address = self.cluster, self.address
+        is_name = isinstance(cluster, str) and cluster.strip() and "://" not in cluster
         try:
-            self._check_cluster()
+            if not (cluster is None or is_name or isinstance(cluster, Cluster)):
+                refuse(
+                    "RayExecutor.cluster",
+                    cluster,
+                    "one of nemo_run_ray.clusters, such as LocalCluster(), or a cluster file's "
+                    "name (an address is for RayExecutor.address)",
+                )
+            if address is not None:
+                ExistingCluster(url=address)
+                if cluster is not None:
+                    raise ConfigError(
+                        f"RayExecutor has both cluster={cluster!r} and address={address!r}; "
+                        "address is short for ExistingCluster, so give one of them."
+                    )
             check_executor(self)
         except ConfigError as error:
             raise ConfigError(f"The role {role!r}: {error}" if role else str(error)) from error
-
-    def _check_cluster(self) -> None:
-        cluster, address = self.cluster, self.address
-        is_name = isinstance(cluster, str) and cluster.strip() and "://" not in cluster
-        if not (cluster is None or is_name or isinstance(cluster, Cluster)):
-            refuse(
-                "RayExecutor.cluster",
-                cluster,
-                "one of nemo_run_ray.clusters, such as LocalCluster(), or a cluster file's name "
-                "(an address is for RayExecutor.address)",
-            )
-        if address is not None:
-            ExistingCluster(url=address)
-        if cluster is not None and address is not None:
-            raise ConfigError(
-                f"RayExecutor has both cluster={cluster!r} and address={address!r}; "
-                "address is short for ExistingCluster, so give one of them."
-            )
 
     def resolve_cluster(self) -> Cluster:
         """The cluster that the fields name."""
@@ -326,10 +323,10 @@ class RayExecutor(Executor):
         self.job_dir = os.path.join(exp_dir, task_dir)
 
     def nnodes(self) -> int:
-        return int(self.resolved().nodes)
+        return self.resolved().nodes
 
     def nproc_per_node(self) -> int:
-        return int(self.resolved().ntasks_per_node)
+        return self.resolved().ntasks_per_node
 
     def macro_values(self) -> ExecutorMacros:
         return ExecutorMacros(
@@ -348,8 +345,9 @@ class RayExecutor(Executor):
 def cluster_of_roles(executors: Sequence[RayExecutor]) -> Cluster:
     """The cluster that all roles of a group have."""
     first = executors[0]
+    cluster = first.resolve_cluster()
     for number, executor in enumerate(executors):
-        cluster, other = first.resolve_cluster(), executor.resolve_cluster()
+        other = executor.resolve_cluster()
         if cluster.record() != other.record():
             raise ConfigError(
                 f"The roles {first.role or '0'!r} and {executor.role or str(number)!r} of a group "
@@ -357,7 +355,7 @@ def cluster_of_roles(executors: Sequence[RayExecutor]) -> Cluster:
                 "cluster; give all of its executors the same RayExecutor.cluster or address, and "
                 "pools of a cluster file that have no address of their own."
             )
-    return first.resolve_cluster()
+    return cluster
 
 
 def check_guard() -> None:

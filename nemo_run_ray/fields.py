@@ -1,11 +1,7 @@
-"""The checks of all fields that a user sets, on executors, pools, clusters and probes; the probes.
-
-A check takes a field's full name and its value, and raises ``ConfigError`` with what is allowed.
-"""
+"""The checks of all fields that a user sets, on executors, pools and clusters; the probes."""
 
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -15,72 +11,64 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import yaml
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.ids import HANDLE, SCHEDULER
 
 if TYPE_CHECKING:
     from nemo_run_ray.remote.spec import ProbeSpec
 
-Check = Callable[[str, Any], None]
 _Class = TypeVar("_Class", bound=type)
 _Value = TypeVar("_Value")
-#: Last words of the names of credentials, as in ``HF_TOKEN``, ``X-Api-Key``, ``PGPASSWORD``.
-_CREDENTIAL = re.compile(
-    r"(?:.*_)?(?:TOKEN|\w*API_?KEYS?|KEY|PAT|PASS|PASSCODE|PW|SECRETS?|AUTH|AUTHORIZATION|BEARER"
-    r"|COOKIE|CREDENTIALS?|CREDS|JWT|DSN|CONNECTION_STRING|SECRET_KEY_BASE|AUTH_CONFIG"
-    r"|(?:ACCESS|AUTH|PRIVATE)_(?:KEYS|TOKENS)|SSHPASS)"
-    r"|.*(?:PASSWORD|PASSWD|PASSPHRASE)|.+_PWD"
-    r"|(?:.*_)?WEBHOOK_UR[LI]"
-)
-#: Names of addresses that often have a password in them.
-_ADDRESS = re.compile(
-    r"(?:.*_)?(?:DATABASE|DB|POSTGRES|POSTGRESQL|PG|MYSQL|MONGO|MONGODB|REDIS|AMQP|RABBITMQ|BROKER)"
-    r"_UR[LI]"
-)
-#: Names of other things that end so: a data set's columns, a tokenizer's tokens, switches.
-_NO_CREDENTIAL = re.compile(
-    r"(?:.*_)?(?:PUBLIC|PRIMARY|FOREIGN|SORT|PARTITION|CACHE|INPUT|OUTPUT|PROMPT|LABEL|TEXT|IMAGE"
-    r"|DATA|ANSWER|TARGET)_KEY"
-    r"|(?:.*_)?(?:PAD|EOS|BOS|UNK|MASK|STOP|SEP|CLS|PER|IMAGE|START|END|SPECIAL)_TOKEN"
-    r"|(?:.*_)?(?:ENABLE|DISABLE|USE|NO|REQUIRE|SKIP|MAX|MIN|NUM)_\w+|(?:FIRST|SECOND)_PASS"
-    r"|OLD_?PWD"
-)
-#: A user and a password in an address.
-_IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-#: Values that are no credentials: a switch, a path, a placeholder.
-_NO_VALUE = re.compile(r"|[01]|true|false|yes|no|/.*|<[^<>]*>|empty|none|dummy", re.IGNORECASE)
-#: Names that may be those of a column, which a word names.
-_COLUMN = re.compile(r".*(?<!API)(?<!ACCESS)(?<!SECRET)(?<!PRIVATE)_KEY")
-_WORD = re.compile("[a-z_]+")
 #: Above every amount and every number of seconds; larger numbers do not fit a float's arithmetic.
 AMOUNT_MAX = 1e18
 #: Control characters, which no address, path or header may hold.
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-#: A label's name or value, and what Ray takes as a condition for one: ``a``, ``!a``, ``in(a, b)``.
-_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
-_LABEL_KEY = re.compile(rf"(?:[a-zA-Z0-9._-]{{1,253}}/)?{_LABEL}")
-LABELS = (
-    "values by label, such as {'zone': 'a'}, {'zone': '!a'} or {'zone': 'in(a, b)'}; names and "
-    "values have at most 63 letters, digits, '-', '_' and '.'"
-)
-_LABEL_CONDITION = re.compile(rf"!?{_LABEL}|!?(?:in)?\({_LABEL}(?:, ?{_LABEL})*\)|")
-#: The smallest part of a resource that Ray gives away.
-RESOURCE_MIN = 0.0001
-#: The largest amount of a resource: Ray counts the steps in 64 bits, and takes a job that asks for
-#: more as one that asks for nothing (839 TiB of memory, measured on Ray 2.60).
-RESOURCE_MAX = int(2**63 * RESOURCE_MIN)
-#: Resources with a field of their own.
-_OWN_FIELDS = ("", "CPU", "GPU", "memory", "object_store_memory")
-_LAUNCHERS = ("torchrun", "ft")
-_MEMORY = TypeAdapter(ByteSize)
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Seconds = Annotated[float, Field(ge=0, le=AMOUNT_MAX)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=AMOUNT_MAX)]
+_Port = Annotated[int, Field(ge=0, le=65535)]
+_Variables = dict[Annotated[str, Field(pattern=r"^[^\s=]+$")], str]
+#: Fields whose values may be credentials, and are never shown.
+_HIDDEN = ("env_vars", "secrets")
+
+
+class Allowed(BaseModel):
+    """The types of an object's fields; a field with a description is refused with it."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def check(cls, owner: str, values: Mapping[str, Any]) -> None:
+        """Refuse the first wrong value of the fields of an owner."""
+        try:
+            cls.model_validate(values)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            path, value = problem["loc"], problem["input"]
+            expected = cls.model_fields[str(path[0])].description
+            if expected:
+                path, value = path[:1], values[str(path[0])]
+            found = f"a {type(value).__name__}" if path[0] in _HIDDEN else repr(value)
+            where = ".".join(map(str, (owner, *path)))
+            raise ConfigError(f"{where} is {found}: {expected or problem['msg']}.") from None
 
 
 def refuse(field: str, value: Any, allowed: str) -> NoReturn:
@@ -90,25 +78,12 @@ def refuse(field: str, value: Any, allowed: str) -> NoReturn:
 
 def is_amount(value: Any) -> bool:
     """Whether it is a finite number from 0, and no bool."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and bool(0 <= value <= AMOUNT_MAX)
+    return type(value) in (int, float) and bool(0 <= value <= AMOUNT_MAX)
 
 
-def is_whole(value: Any, least: int, most: int | None = None) -> bool:
-    """Whether it is a whole number between these, and no bool."""
-    number = isinstance(value, int) and not isinstance(value, bool)
-    return number and least <= value and (most is None or value <= most)
-
-
-def are_labels(value: Any) -> bool:
-    """Whether Ray takes it as a label selector; of another one it says so only to a job."""
-    return isinstance(value, Mapping) and all(
-        isinstance(key, str)
-        and isinstance(text, str)
-        and _LABEL_KEY.fullmatch(key)
-        and _LABEL_CONDITION.fullmatch(text)
-        for key, text in value.items()
-    )
+def is_whole(value: Any, least: int) -> bool:
+    """Whether it is a whole number from this one, and no bool."""
+    return type(value) is int and value >= least
 
 
 def version_of(text: str) -> tuple[int, ...]:
@@ -123,25 +98,29 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     return by_lower[close[0]] if close else None
 
 
+def meant(name: object, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known."""
+    like = nearest(name, known)
+    return f"did you mean {like!r}?" if like else f"known are {', '.join(known) or 'none'}."
+
+
 def strict_init(cls: _Class) -> _Class:
     """A dataclass whose constructor refuses wrong arguments by a ``ConfigError``.
 
     The signature stays that of the fields: NeMo-Run's command line and fiddle read it.
     """
     construct: Any = cls.__init__  # type: ignore[misc]
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    signature = inspect.signature(construct)
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        for name in kwargs:
-            if name not in known:
-                meant = nearest(name, known)
-                hint = f"did you mean {meant!r}?" if meant else f"it has {', '.join(known)}."
-                raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
         try:
-            inspect.signature(construct).bind(self, *args, **kwargs)
+            signature.bind(self, *args, **kwargs)
         except TypeError as error:
-            raise ConfigError(f"{cls.__name__}: {error}; it has {', '.join(known)}.") from None
+            known = [field.name for field in dataclasses.fields(cls) if field.init]
+            unknown = next(iter(kwargs.keys() - known), "")
+            problem = f"there is no field {unknown!r}" if unknown else error
+            raise ConfigError(f"{cls.__name__}: {problem}; {meant(unknown, known)}") from None
         construct(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -150,17 +129,42 @@ def strict_init(cls: _Class) -> _Class:
 
 # ---------------------------------------------------------------------- credentials
 
+#: Names of credentials by their last words, but for columns of a data set, tokens of a tokenizer,
+#: switches and the shell's folders.
+_CREDENTIAL = re.compile(
+    r"(?!(?:(?:.*_)?(?:"
+    r"(?:PUBLIC|PRIMARY|FOREIGN|SORT|PARTITION|CACHE|INPUT|OUTPUT|PROMPT|LABEL|TEXT|IMAGE|DATA"
+    r"|ANSWER|TARGET|REWARD)_KEY"
+    r"|(?:PAD|EOS|BOS|UNK|MASK|STOP|SEP|CLS|PER|IMAGE|START|END|SPECIAL|THINK)_TOKEN"
+    r"|(?:ENABLE|DISABLE|USE|NO|REQUIRE|SKIP|MAX|MIN|NUM)_\w+|(?:FIRST|SECOND)_PASS)|OLD_?PWD)$)"
+    r"(?:(?:.*_)?(?:TOKEN|\w*API_?KEYS?|KEY|PAT|PASS|PASSCODE|PW|SECRETS?|AUTH|AUTHORIZATION|BEARER"
+    r"|COOKIE|CREDENTIALS?|CREDS|JWT|DSN|CONNECTION_STRING|SECRET_KEY_BASE|AUTH_CONFIG|SSHPASS"
+    r"|(?:ACCESS|AUTH|PRIVATE)_(?:KEYS|TOKENS)|(?:WEBHOOK|DATABASE|DB|POSTGRES|POSTGRESQL|PG|MYSQL"
+    r"|MONGO|MONGODB|REDIS|AMQP|RABBITMQ|BROKER)_UR[LI])|.*(?:PASSWORD|PASSWD|PASSPHRASE)|.+_PWD)"
+)
+#: A user and a password in an address.
+_IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+#: Values that are no credentials: a switch, a path, a placeholder, a database without a password.
+_NO_VALUE = re.compile(
+    r"|[01]|true|false|yes|no|/.*|<[^<>]*>|empty|none|dummy|(?:sqlite|redis|postgres\w*)://[^@]*",
+    re.IGNORECASE,
+)
+
 
 def is_credential_name(name: str) -> bool:
     """Whether a variable or a header of this name holds a credential."""
     name = re.sub(r"_?\d+$", "", name.upper().replace("-", "_"))
-    is_named_so = _CREDENTIAL.fullmatch(name) or _ADDRESS.fullmatch(name)
-    return bool(is_named_so and not _NO_CREDENTIAL.fullmatch(name))
+    return bool(_CREDENTIAL.fullmatch(name))
 
 
 def credentials_in(variables: Mapping[str, Any]) -> list[str]:
     """Names of the variables that hold a credential, by the name or in an address."""
-    return [name for name, value in variables.items() if _is_credential(str(name), str(value))]
+    return [
+        name
+        for name, value in variables.items()
+        if _IN_ADDRESS.search(str(value))
+        or (is_credential_name(str(name)) and not _NO_VALUE.fullmatch(str(value)))
+    ]
 
 
 def refuse_credentials(what: str, variables: Mapping[str, Any]) -> None:
@@ -174,148 +178,22 @@ def refuse_credentials(what: str, variables: Mapping[str, Any]) -> None:
         )
 
 
-def _is_credential(name: str, value: str) -> bool:
-    if _IN_ADDRESS.search(value):
-        return True
-    if not is_credential_name(name) or _ADDRESS.fullmatch(name.upper()):
-        return False
-    is_column = _COLUMN.fullmatch(name.upper()) and _WORD.fullmatch(value)
-    return not (is_column or _NO_VALUE.fullmatch(value))
-
-
-# ---------------------------------------------------------------------- checks of one value
-
-
-def allow(fits: Callable[[Any], Any], allowed: str, none: bool = False) -> Check:
-    """The check that a value fits; with ``none``, ``None`` passes too."""
-
-    def check(field: str, value: Any) -> None:
-        if not fits(value) and not (none and value is None):
-            refuse(field, value, allowed + (", or None" if none else ""))
-
-    return check
-
-
-def whole(least: int, most: int | None = None, none: bool = False) -> Check:
-    """The check of a whole number."""
-    allowed = f"a whole number from {least}" + ("" if most is None else f" to {most}")
-    return allow(lambda value: is_whole(value, least, most), allowed, none)
-
-
-def one_of(*values: str) -> Check:
-    """The check of one of some texts."""
-    return allow(lambda value: value in values, f"one of {', '.join(values)}")
-
-
-def every(fits: Callable[[Any], Any], allowed: str) -> Check:
-    """The check of a list whose items fit."""
-    return allow(lambda value: isinstance(value, list) and all(map(fits, value)), allowed)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and "\0" not in value
-
-
-def _is_resource(value: Any) -> bool:
-    """Whether Ray can count the amount."""
-    return is_amount(value) and (value == 0 or RESOURCE_MIN <= value <= RESOURCE_MAX)
-
-
-def _are_resources(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and name not in _OWN_FIELDS and _is_resource(amount)
-        for name, amount in value.items()
-    )
-
-
-def parse_memory(value: int | str, field: str = "RayExecutor.memory_per_node") -> int:
-    """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number."""
-    size_bytes = -1
-    # 64G is GiB for Slurm and Docker, and GB for Kubernetes.
-    is_clear = isinstance(value, (int, str)) and not re.search(r"[kmgtp]\s*$", str(value), re.I)
-    if is_clear and not isinstance(value, bool):
-        with contextlib.suppress(ValidationError, OverflowError):
-            size_bytes = int(_MEMORY.validate_python(value))
-    if not 0 <= size_bytes <= RESOURCE_MAX:
-        texts = "a text such as '64GiB' (of 1024) or '64GB' (of 1000)"
-        allowed = f"bytes, or {texts}, up to {RESOURCE_MAX} bytes"
-        refuse(field, value, allowed)
-    return size_bytes
-
-
-def _memory(field: str, value: Any) -> None:
-    if value is not None:
-        parse_memory(value, field)
-
-
-def _are_ports(value: Any) -> bool:
-    fixed = [port for port in value.values() if port] if isinstance(value, dict) else []
-    return (
-        isinstance(value, dict)
-        and all(isinstance(key, str) and key and not key.startswith("_") for key in value)
-        and all(is_whole(port, 0, 65535) for port in value.values())
-        and len(set(fixed)) == len(fixed)
-    )
-
-
-def _variables(field: str, value: Any, size_max_bytes: float = float("inf")) -> None:
-    """Check variables without showing a value, which may be a credential."""
-    if not isinstance(value, dict):
-        refuse(field, type(value), "a dict of texts by text")
-    for name, text in value.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[^\s=\0]+", name):
-            refuse(field, name, "names of environment variables, without blanks and '='")
-        if not isinstance(text, str) or "\0" in text:
-            refuse(f"{field}[{name!r}]", type(text), "a text without NUL")
-        size_bytes = len(f"{name}={text}".encode(errors="surrogatepass")) + 1
-        if size_bytes > size_max_bytes:
-            refuse(
-                f"{field}[{name!r}], in bytes with its name,",
-                size_bytes,
-                f"at most {size_max_bytes}, else no worker of Ray starts; put it into a file",
-            )
-
-
-def _secret_names(field: str, value: Any) -> None:
-    # A secret given by its value must not be shown, not even as refused.
-    is_list = isinstance(value, list)
-    if not is_list or not all(isinstance(one, str) and _VARIABLE.fullmatch(one) for one in value):
-        raise ConfigError(
-            f"{field} is no list of names of environment variables (what it is, is not shown here, "
-            "in case it is a value); allowed are names, such as ['HF_TOKEN'], whose values are "
-            "taken from the environment."
-        )
-
-
 # ---------------------------------------------------------------------- probes
 
 
-def _is_plain_path(value: Any) -> bool:
-    is_plain = isinstance(value, str) and value.isascii() and value.isprintable()
-    return is_plain and value.startswith("/") and " " not in value
+class _ProbeFields(Allowed):
+    """Each kind of probe has some of these."""
 
-
-_POSITIVE_SECONDS = allow(
-    lambda value: is_amount(value) and value > 0, "a number of seconds above 0"
-)
-_OF_PROBES: dict[str, Check] = {
-    "interval_s": _POSITIVE_SECONDS,
-    "timeout_s": _POSITIVE_SECONDS,
-    "port": allow(
-        lambda value: is_whole(value, 1, 65535) or _is_text(value),
-        "a number from 1 to 65535, or the name of one of the role's ports",
-    ),
-    "path": allow(_is_plain_path, "a path that begins with /, without spaces"),
-    "status": whole(100, 599),
-    "command": allow(
-        lambda value: (
-            isinstance(value, list)
-            and value
-            and all(isinstance(word, str) and "\0" not in word for word in value)
-        ),
-        "a list of texts, the program first",
-    ),
-}
+    interval_s: PositiveSeconds
+    timeout_s: PositiveSeconds
+    port: Annotated[_Port, Field(ge=1)] | Text = Field(
+        80, description="allowed is a number from 1 to 65535, or the name of a port of the role"
+    )
+    path: Annotated[str, Field(pattern=r"^/[!-~]*$")] = Field(
+        "/", description="allowed is a path that begins with /, without spaces"
+    )
+    status: Annotated[int, Field(ge=100, le=599)] = 200
+    command: Annotated[list[str], Field(min_length=1)] = ["true"]
 
 
 @dataclass
@@ -335,9 +213,7 @@ class Probe:
     timeout_s: float = 600
 
     def __post_init__(self) -> None:
-        for name, check in _OF_PROBES.items():
-            if hasattr(self, name):
-                check(f"{type(self).__name__}.{name}", getattr(self, name))
+        _ProbeFields.check(type(self).__name__, vars(self))
 
     def spec(self) -> "ProbeSpec":
         """The probe as the node runs it."""
@@ -382,90 +258,99 @@ class CommandProbe(Probe):
 
 # ---------------------------------------------------------------------- RayExecutor
 
-_FLAG = allow(lambda value: isinstance(value, bool), "True or False")
-_SECONDS = "a number of seconds from 0"
-_NAME = allow(_is_text, "a name in the cluster file", none=True)
-_AMOUNT = f"0, or a number from {RESOURCE_MIN} to {RESOURCE_MAX}"
-_OF_EXECUTORS: dict[str, Check] = {
-    **dict.fromkeys(("pool", "image"), _NAME),
-    **dict.fromkeys(("nodes", "ntasks_per_node"), whole(1)),
-    **dict.fromkeys(
-        ("service", "wait_for_nodes", "keep_run_dir", "allow_unknown_runtime_env"), _FLAG
-    ),
-    **dict.fromkeys(("pending_timeout_s", "time_s"), allow(is_amount, _SECONDS, none=True)),
-    "preflight": allow(lambda value: isinstance(value, bool), "True, False", none=True),
-    "packager": allow(
-        lambda value: isinstance(value, Packager),
-        "a packager, such as nemo_run.GitArchivePackager()",
-    ),
-    "retries": whole(0),
-    "cpus_per_node": allow(_is_resource, _AMOUNT, none=True),
-    "gpus_per_node": allow(
-        lambda value: _is_resource(value) and (value < 1 or value == int(value)),
-        f"{_AMOUNT}, above 1 a whole one",
-    ),
-    "memory_per_node": _memory,
-    "resources_per_node": allow(
-        _are_resources,
-        f"a dict of amounts ({_AMOUNT}) of custom resources;{', '.join(_OWN_FIELDS)[1:]} have "
-        "fields of their own",
-    ),
-    "label_selector": allow(are_labels, f"a dict of {LABELS}"),
-    "strategy": one_of("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
-    "runtime_env": allow(lambda value: isinstance(value, dict), "a dict"),
-    "secrets": _secret_names,
-    "env_vars": _variables,
-    "role": allow(lambda value: isinstance(value, str), "a text"),
-    "ready": allow(
-        lambda value: isinstance(value, Probe) and type(value) is not Probe,
-        "a PortProbe, an HttpProbe, a CommandProbe",
-        none=True,
-    ),
-    "ports": allow(
-        _are_ports,
-        "a dict of numbers up to 65535, or 0 for a free one, which differ; by names that do not "
-        "begin with '_'",
-    ),
-    "max_in_flight": whole(1, none=True),
-    "permanent_exit_codes": every(
-        lambda code: is_whole(code, 1, 255), "a list of numbers from 1 to 255"
-    ),
-    "grace_s": allow(is_amount, _SECONDS),
-    "dependencies": every(
-        lambda name: (
-            isinstance(name, str)
-            and name
-            and ("://" not in name or name.startswith(f"{SCHEDULER}://"))
-        ),
-        f"a list of experiments' titles or ids, and handles {HANDLE}<job's id>",
-    ),
-    "python": allow(
-        lambda value: isinstance(value, str) and value and not CONTROL.search(value),
-        "a path, a program's name",
-        none=True,
-    ),
-    "entrypoint_shell": allow(lambda value: value == "login", "'login'", none=True),
-    "startup_commands": every(_is_text, "a list of shell commands"),
-    "keep_logs_max_bytes": whole(0, none=True),
-}
+#: The largest amount of a resource: Ray counts ten-thousandths in 64 bits, and takes a job that
+#: asks for more as one that asks for nothing (measured on Ray 2.60).
+RESOURCE_MAX = int(2**63 / 10_000)
+_Amount = Annotated[float, Field(ge=0, le=RESOURCE_MAX)]
+#: A label's name or value, and what Ray takes as a condition for one: ``a``, ``!a``, ``in(a, b)``;
+#: of another one it says so only to a job.
+_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_Label = Annotated[str, Field(pattern=rf"^(?:[a-zA-Z0-9._-]{{1,253}}/)?{_LABEL}$")]
+_LabelCondition = Annotated[
+    str, Field(pattern=rf"^(?:!?{_LABEL}|!?(?:in)?\({_LABEL}(?:, ?{_LABEL})*\)|)$")
+]
+_BYTES = r"(?i)^\s*\d+(?:\.\d+)?\s*(?:[kmgtp]i?b|b)?\s*$"
+
+
+class _ExecutorFields(Allowed):
+    pool: Text | None
+    image: Text | None
+    preflight: bool | None
+    nodes: PositiveInt
+    ntasks_per_node: PositiveInt
+    cpus_per_node: _Amount | None
+    gpus_per_node: _Amount
+    # 64G is GiB for Slurm and Docker, and GB for Kubernetes.
+    memory_per_node: NonNegativeInt | Annotated[str, Field(pattern=_BYTES)] | None = Field(
+        description="allowed are bytes, or a text such as '64GiB' (of 1024) or '64GB' (of 1000)"
+    )
+    resources_per_node: dict[str, _Amount]
+    label_selector: dict[_Label, _LabelCondition] = Field(
+        description="allowed is a dict of values by label, such as {'zone': 'a'}, {'zone': '!a'} "
+        "or {'zone': 'in(a, b)'}; names and values have at most 63 letters, digits, '-', '_' and "
+        "'.'"
+    )
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+    runtime_env: dict[str, Any]
+    allow_unknown_runtime_env: bool
+    secrets: list[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
+        description="allowed are names of environment variables, such as ['HF_TOKEN'], whose "
+        "values are taken from the environment"
+    )
+    env_vars: _Variables
+    role: str
+    service: bool
+    ready: InstanceOf[Probe] | None
+    ports: dict[Annotated[str, Field(pattern="^[^_]")], _Port]
+    wait_for_nodes: bool
+    packager: InstanceOf[Packager]
+    retries: NonNegativeInt
+    max_in_flight: PositiveInt | None
+    pending_timeout_s: Seconds | None
+    time_s: Seconds | None
+    permanent_exit_codes: list[Annotated[int, Field(ge=1, le=255)]]
+    grace_s: Seconds
+    dependencies: list[Text]
+    keep_run_dir: bool
+    python: Text | None
+    entrypoint_shell: Literal["login"] | None
+    startup_commands: list[Text]
+    keep_logs_max_bytes: NonNegativeInt | None
+
+
+#: Resources with a field of their own.
+_OWN_FIELDS = ("CPU", "GPU", "memory", "object_store_memory")
+_MEMORY = TypeAdapter(ByteSize)
+
+
+def parse_memory(value: int | str) -> int:
+    """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number."""
+    return int(_MEMORY.validate_python(value))
 
 
 def check_executor(executor: Any) -> None:
     """Check the fields of a RayExecutor, except for the cluster."""
-    for name, check in _OF_EXECUTORS.items():
-        check(f"RayExecutor.{name}", getattr(executor, name))
+    _ExecutorFields.check("RayExecutor", vars(executor))
+    if executor.gpus_per_node > 1 and executor.gpus_per_node % 1:
+        refuse("RayExecutor.gpus_per_node", executor.gpus_per_node, "a whole number above 1")
+    for name in executor.resources_per_node:
+        if name in _OWN_FIELDS:
+            allowed = f"what has no field of its own, as {', '.join(_OWN_FIELDS)} have"
+            refuse("RayExecutor.resources_per_node", executor.resources_per_node, allowed)
+    fixed = [port for port in executor.ports.values() if port]
+    if len(set(fixed)) < len(fixed):
+        refuse("RayExecutor.ports", executor.ports, "a number once, or 0 for a free one")
     check_runtime_env(executor.runtime_env, executor.allow_unknown_runtime_env)
     for field, variables in variables_of(executor).items():
-        for name in executor.secrets:
-            if name in variables:
-                raise ConfigError(
-                    f"{field} names {name}, and RayExecutor.secrets does too; allowed is one of "
-                    "them: a secret's value is taken from your environment."
-                )
+        for name in variables.keys() & executor.secrets:
+            raise ConfigError(
+                f"{field} names {name}, and RayExecutor.secrets does too; allowed is one of them: "
+                "a secret's value is taken from your environment."
+            )
     launcher = executor.launcher
-    kinds = (Launcher, Torchrun, FaultTolerance)
-    if launcher is not None and launcher not in _LAUNCHERS and type(launcher) not in kinds:
-        allowed = f"None, {', '.join(map(repr, _LAUNCHERS))}, Torchrun or FaultTolerance"
+    kinds = (Launcher, Torchrun, FaultTolerance, type(None))
+    if launcher not in ("torchrun", "ft") and type(launcher) not in kinds:
+        allowed = "None, 'torchrun', 'ft', Torchrun or FaultTolerance"
         refuse("RayExecutor.launcher", launcher, allowed)
     if executor.resource_group and launcher is not None and type(launcher) is not Launcher:
         allowed = "None for a group; set it on the executor of a role"
@@ -496,21 +381,36 @@ _PACKAGED = ("working_dir", "py_modules", "excludes")
 _ENVIRONMENTS = ("pip", "uv", "conda")
 #: Fields by which Ray starts a worker in a container, and what it lets them be combined with.
 _CONTAINERS, _BESIDE_CONTAINER = ("image_uri", "container"), ("config", "env_vars")
-#: A line of requirements that names another file of them.
-_OTHER_FILE = re.compile(r"\s*(?:-r|--requirement)(?:\s+|=|(?<=-r))(?P<path>[^\s#]+)")
-#: One string of a new process (MAX_ARG_STRLEN, execve(2)): Ray tries for ever to start its worker.
-_VARIABLE_BYTES_MAX = 128 * 1024
 #: Every field that Ray's documentation lists.
 _OF_RUNTIME_ENV = (
     *_ENVIRONMENTS,
     *_CONTAINERS,
     *_BESIDE_CONTAINER,
-    "py_executable",
-    "worker_process_setup_hook",
-    "nsight",
-    "rocprof_sys",
-    "java_jars",
+    *("py_executable", "worker_process_setup_hook", "nsight", "rocprof_sys", "java_jars"),
 )
+#: A line of requirements that names another file of them.
+_OTHER_FILE = re.compile(r"\s*(?:-r|--requirement)(?:\s+|=|(?<=-r))(?P<path>[^\s#]+)")
+#: One string of a new process (MAX_ARG_STRLEN, execve(2)): Ray tries for ever to start its worker.
+_VARIABLE_BYTES_MAX = 128 * 1024
+
+
+class _Tool(Allowed):
+    packages: list[str] | str
+
+
+_Packages = Annotated[
+    list[str] | str | _Tool,
+    Field(
+        description="allowed is a list of requirements, the path of a file of them, or a dict with "
+        "one of these as 'packages'"
+    ),
+]
+
+
+class _RuntimeEnvFields(Allowed):
+    pip: _Packages = []
+    uv: _Packages = []
+    env_vars: _Variables = {}
 
 
 def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = False) -> None:
@@ -521,14 +421,12 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
             refuse(_field(name), value, "absent: the executor's packager says which code is sent")
         # Ray's own client adds some with an underscore.
         if name not in _OF_RUNTIME_ENV and name[:1] != "_" and not allow_unknown:
-            meant = nearest(name, _OF_RUNTIME_ENV)
-            documented = ", ".join(_OF_RUNTIME_ENV)
-            hint = f"did you mean {meant!r}?" if meant else f"Ray's fields are {documented}."
             raise ConfigError(
                 f"RayExecutor.runtime_env has the field {name!r}, which Ray would pass over "
-                f"silently; {hint} For a field of a newer Ray, or of a plug-in of your cluster, "
-                "set RayExecutor(allow_unknown_runtime_env=True)."
+                f"silently; {meant(name, _OF_RUNTIME_ENV)} For a field of a newer Ray, or of a "
+                "plug-in of your cluster, set RayExecutor(allow_unknown_runtime_env=True)."
             )
+    _RuntimeEnvFields.check("RayExecutor.runtime_env", values)
     try:
         json.dumps(values)
     except (TypeError, ValueError) as error:
@@ -536,21 +434,21 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
             "RayExecutor.runtime_env holds something that JSON cannot carry to the cluster: "
             f"{error}. Use texts, numbers, True, False, None, lists and dicts."
         ) from error
-    _variables(_field("env_vars"), values.get("env_vars", {}), _VARIABLE_BYTES_MAX)
-    for name in ("pip", "uv"):
-        value = values.get(name, [])
-        packages = value.get("packages") if isinstance(value, dict) else value
-        texts = [packages] if isinstance(packages, str) else packages
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            allowed = "a list of requirements, the path of a file of them"
-            refuse(_field(name), value, f"{allowed}, or a dict with one of these as 'packages'")
+    for name, text in values.get("env_vars", {}).items():
+        size_bytes = len(f"{name}={text}".encode()) + 1
+        if size_bytes > _VARIABLE_BYTES_MAX:
+            raise ConfigError(
+                f"{_field('env_vars')}[{name!r}] has {size_bytes} bytes with its name; at most "
+                f"{_VARIABLE_BYTES_MAX} are allowed, else no worker of Ray starts. Put it into a "
+                "file."
+            )
     several = [name for name in values if name in _ENVIRONMENTS]
     if len(several) > 1:
         raise ConfigError(
             f"RayExecutor.runtime_env has {' and '.join(several)}; Ray builds one environment "
             "for a task. Keep one of them: conda can list pip packages of its own."
         )
-    for container in (name for name in values if name in _CONTAINERS):
+    for container in values.keys() & _CONTAINERS:
         others = [name for name in values if name not in (container, *_BESIDE_CONTAINER)]
         if others:
             raise ConfigError(
@@ -563,11 +461,11 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
 def resolve_runtime_env(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     """The runtime environment without names of files of this machine: they are read here."""
     resolved = {name: value for name, value in runtime_env.items() if value is not None}
-    for name in ("pip", "uv"):
-        value = resolved.get(name)
+    for name in resolved.keys() & {"pip", "uv"}:
+        value = resolved[name]
         if isinstance(value, dict):
             resolved[name] = {**value, "packages": _requirements(name, value["packages"])}
-        elif value is not None:
+        else:
             resolved[name] = _requirements(name, value)
     conda = resolved.get("conda")
     if isinstance(conda, str) and conda.endswith((".yaml", ".yml")):
@@ -608,8 +506,8 @@ def _read(name: str, path: str, expected: str, parse: Callable[[str], _Value]) -
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(
             f"{_field(name)} names the file {path!r} in {Path.cwd()}, which cannot be read as "
-            f"{expected}: {reason}. It is read here, when the task is planned, not on the cluster."
+            f"{expected}: {' '.join(str(error).split())}. It is read here, when the task is "
+            "planned, not on the cluster."
         ) from error

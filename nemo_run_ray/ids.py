@@ -24,7 +24,10 @@ def job_id(experiment_id: str, job: str) -> str:
 
     Names with dots can be cut in two ways; ``submit_once`` refuses an id that is another job's.
     """
-    return _shorten(f"{safe_id(experiment_id)}.{safe_id(job)}")
+    name = f"{safe_id(experiment_id)}.{safe_id(job)}"
+    if len(name) <= ID_MAX:
+        return name
+    return f"{name[: ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
 
 
 def dispatcher_id(experiment_or_job: str) -> str:
@@ -42,9 +45,3 @@ def safe_id(name: str) -> str:
         return safe
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{safe.strip('.')}-{digest[:8]}"
-
-
-def _shorten(name: str) -> str:
-    if len(name) <= ID_MAX:
-        return name
-    return f"{name[: ID_MAX - 11]}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"

@@ -121,7 +121,65 @@ class ShipSource(ExperimentPlugin):
                 "code too. Keep one of the two."
             )
         tree = collect(root, self.include, self.exclude, self.collections, scripts)
-        _into_environment(tree, import_base(root), task, executor)
+        older = json.loads(executor.env_vars.get(_SPEC, "{}"))  # of another task of the same group
+        variables = {
+            name: value
+            for name, value in executor.env_vars.items()
+            # A driver that was shipped itself has the second one.
+            if not name.startswith(OUR_PREFIX) and name != "NEMO_RUN_RAY_SRC"
+        }
+        # The scripts of DGX Cloud would set a PYTHONPATH of the user's anew, without the tree.
+        path = variables.pop("PYTHONPATH", older.get("path", "$PYTHONPATH"))
+        if isinstance(task, Script):
+            path = task.env.pop("PYTHONPATH", path)
+        copies = 1
+        if isinstance(executor, LeptonExecutor):
+            platform, size, shared = "Lepton", LEPTON_CHARS, executor.nemo_run_dir
+            job = executor.lepton_job_dir
+            others = [
+                command for command in executor.pre_launch_commands if command != _LEPTON_LINE
+            ]
+            executor.pre_launch_commands = [_LEPTON_LINE, *others]
+        else:
+            platform, size, shared = "DGX Cloud", DGXCLOUD_CHARS, executor.pvc_nemo_run_dir
+            job = executor.pvc_job_dir
+            if executor.nodes > 1:  # run:ai keeps the variables for the master and for the workers
+                copies = 2
+            given = {"command", "args", "environmentVariables"} & set(executor.custom_spec)
+            if given and _BOOT not in str(executor.custom_spec.get("args")):
+                raise TransportError(
+                    f"ShipSource: custom_spec has {' and '.join(sorted(given))}, which ShipSource "
+                    "needs to send the source code and to unpack it before the job's script. "
+                    "Remove it from custom_spec; env_vars takes variables."
+                )
+            executor.custom_spec = {
+                **executor.custom_spec,
+                "command": "/bin/bash -c",  # NeMo-Run quotes the script of its data mover so, too
+                "args": f"'{_UNPACK} /bin/bash {job}/launch_script.sh'",
+            }
+        digest, text = encode(tree)
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        variables |= {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}
+        place = f"{shared.rstrip('/')}/.source/src-{digest[:40]}"
+        spec = {
+            "digest": digest,
+            "count": len(pieces),
+            "tree": place,
+            "code": f"{job}/code",
+            "root": os.path.normpath(f"{place}/{import_base(root)}"),
+            "path": path,
+        }
+        variables[_SPEC] = json.dumps(spec, separators=(",", ":"))
+        variables[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
+        listed = json.dumps([{"name": name, "value": value} for name, value in variables.items()])
+        check_source(
+            {name: len(entry.content) for name, entry in tree.items() if isinstance(entry, File)},
+            platform,
+            "the workload's description",
+            copies * len(listed),
+            _OBJECT_BYTES,
+        )
+        executor.env_vars = variables
         if isinstance(task, Script) and not task.m:  # commands start in the tree
             task.path = _in_tree(task.path, root) or task.path  # or it is in the image
         patches.apply(*_PATCHES)
@@ -186,71 +244,6 @@ def _in_tree(path: str, root: Path) -> str | None:
         if os.path.isfile(whole) and whole.is_relative_to(root):
             return whole.relative_to(root).as_posix()
     return None
-
-
-def _into_environment(
-    tree: Mapping[str, Entry],
-    base: str,
-    task: Partial | Script,
-    executor: LeptonExecutor | DGXCloudExecutor,
-) -> None:
-    older = json.loads(executor.env_vars.get(_SPEC, "{}"))  # of another task of the same group
-    variables = {
-        name: value
-        for name, value in executor.env_vars.items()
-        # A driver that was shipped itself has the second one.
-        if not name.startswith(OUR_PREFIX) and name != "NEMO_RUN_RAY_SRC"
-    }
-    # The scripts of DGX Cloud would set a PYTHONPATH of the user's anew, without the tree.
-    path = variables.pop("PYTHONPATH", older.get("path", "$PYTHONPATH"))
-    if isinstance(task, Script):
-        path = task.env.pop("PYTHONPATH", path)
-    copies = 1
-    if isinstance(executor, LeptonExecutor):
-        platform, size, shared = "Lepton", LEPTON_CHARS, executor.nemo_run_dir
-        job = executor.lepton_job_dir
-        others = [command for command in executor.pre_launch_commands if command != _LEPTON_LINE]
-        executor.pre_launch_commands = [_LEPTON_LINE, *others]
-    else:
-        platform, size, shared = "DGX Cloud", DGXCLOUD_CHARS, executor.pvc_nemo_run_dir
-        job = executor.pvc_job_dir
-        if executor.nodes > 1:  # run:ai keeps the variables for the master and for the workers
-            copies = 2
-        given = {"command", "args", "environmentVariables"} & set(executor.custom_spec)
-        if given and _BOOT not in str(executor.custom_spec.get("args")):
-            raise TransportError(
-                f"ShipSource: custom_spec has {' and '.join(sorted(given))}, which ShipSource "
-                "needs to send the source code and to unpack it before the job's script. Remove "
-                "it from custom_spec; env_vars takes variables."
-            )
-        executor.custom_spec = {
-            **executor.custom_spec,
-            "command": "/bin/bash -c",  # NeMo-Run quotes the script of its data mover so, too
-            "args": f"'{_UNPACK} /bin/bash {job}/launch_script.sh'",
-        }
-    digest, text = encode(tree)
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    variables |= {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}
-    place = f"{shared.rstrip('/')}/.source/src-{digest[:40]}"
-    spec = {
-        "digest": digest,
-        "count": len(pieces),
-        "tree": place,
-        "code": f"{job}/code",
-        "root": os.path.normpath(f"{place}/{base}"),
-        "path": path,
-    }
-    variables[_SPEC] = json.dumps(spec, separators=(",", ":"))
-    variables[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
-    listed = json.dumps([{"name": name, "value": value} for name, value in variables.items()])
-    check_source(
-        {name: len(entry.content) for name, entry in tree.items() if isinstance(entry, File)},
-        platform,
-        "the workload's description",
-        copies * len(listed),
-        _OBJECT_BYTES,
-    )
-    executor.env_vars = variables
 
 
 def encode(tree: Mapping[str, Entry]) -> tuple[str, str]:

@@ -109,6 +109,7 @@ def collect(
             what is sent, or ``exclude`` names a script.
         SourceTooLarge: the files are too large.
     """
+    root = root.resolve()
     if not root.is_dir():
         raise TransportError(f"ShipSource: there is no folder {root}. Nothing was sent.")
     for script in scripts:
@@ -134,12 +135,10 @@ def collect(
     def is_sent(package: str, collection: str, family: str) -> bool:
         if family[0] == "_" or (package, collection, family) in chosen:
             return True
-        if any(package == known for known, _, _ in chosen):
-            return False
         same = {one for _, known, one in chosen if known == collection}
-        return family in same or not any(
-            (root / package / collection / one).is_dir() for one in same
-        )
+        has_same = any((root / package / collection / one).is_dir() for one in same)
+        is_of_script = any(package == known for known, _, _ in chosen)
+        return not is_of_script and (family in same or not has_same)
 
     wanted = asked | {name for name in files if all(is_sent(*one) for one in families(name))}
     if not any(name.endswith(".py") for name in wanted):
@@ -209,8 +208,11 @@ def _included(root: Path, patterns: Iterable[str], exclude: Sequence[str]) -> It
                 "to it and stay in it. Nothing was sent."
             )
         for path in paths:
-            for file in (path, *(() if path.is_symlink() else path.rglob("*"))):
-                name = file.relative_to(root).as_posix()
+            above = (root / folder for folder in _folders(path.relative_to(root).as_posix()))
+            below = () if path.is_symlink() else path.rglob("*")
+            for file in (path, *above, *below):  # with the links on the way
+                real = file.parent.resolve() / file.name
+                name = (real if real.is_relative_to(root) else file).relative_to(root).as_posix()
                 if (file.is_symlink() or not file.is_dir()) and not matches(name, exclude):
                     yield name
 
@@ -225,13 +227,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def read_tree(
     root: Path, names: Iterable[str], where: str = "ShipSource"
 ) -> Iterator[tuple[str, Entry]]:
-    """Read files and links, by name; the links on the way to a file are among them.
+    """Read files and links of a folder, given without links on its way, by name.
 
     Raises:
         TransportError: one cannot be read, or is a link to what is not sent.
         SourceTooLarge: they are too large; none was read.
     """
-    chosen = sorted({linked for name in names for linked in _with_links(root, name)})
+    chosen = sorted(names)
     # The size of a link is that of the file it points to, which may be what is sent.
     sizes = {name: os.path.getsize(root / name) for name in chosen if os.path.isfile(root / name)}
     check_source(sizes, where)
@@ -269,25 +271,16 @@ def check_source(
         )
 
 
-def _with_links(root: Path, name: str) -> Iterator[str]:
-    """The name without links to folders on its way, and those links."""
-    base = root.resolve()
-    for path in (root / name, *(root / folder for folder in _folders(name))):
-        if path == root / name or path.is_symlink():
-            real = path.parent.resolve() / path.name
-            yield (real.relative_to(base) if real.is_relative_to(base) else Path(name)).as_posix()
-
-
 def _read_entry(root: Path, name: str, chosen: Sequence[str]) -> Entry:
     """One file or link as it is now."""
-    path, base = root / name, root.resolve()
+    path = root / name
     try:
         target = path.resolve()
-        is_inside = target.is_relative_to(base)
+        is_inside = target.is_relative_to(root)
         if is_inside and path.is_symlink():
-            aim = target.relative_to(base)
-            if not target.exists() or any(Path(one).is_relative_to(aim) for one in chosen):
-                return Link(os.path.relpath(target, path.parent.resolve()))
+            is_sent = any((root / one).is_relative_to(target) for one in chosen)
+            if is_sent or not target.exists():
+                return Link(os.path.relpath(target, path.parent))
         if not is_inside or target.is_dir():
             raise TransportError(
                 f"{path} is a link to {target}, which is out of the tree or not sent. Send what it "

@@ -19,7 +19,7 @@ import os
 import re
 import string
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from pydantic import BaseModel, ValidationError
 from nemo_run_ray.cluster_files import schema
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError, NoClusterFile
-from nemo_run_ray.fields import credentials_in, is_credential_name, nearest
+from nemo_run_ray.fields import credentials_in, is_credential_name, meant, nearest
 from nemo_run_ray.remote.files import why_untrusted
 
 if sys.version_info >= (3, 11):
@@ -263,12 +263,6 @@ def _problem(error: Any, path: KeyPath) -> str:
     if error["type"] == "model_type":
         return f"expected keys with values; {found}"
     return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
-
-
-def meant(name: object, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known."""
-    like = nearest(name, known)
-    return f"did you mean {like!r}?" if like else f"known are {', '.join(known) or 'none'}."
 
 
 def _check(document: Document) -> None:

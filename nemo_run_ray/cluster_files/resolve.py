@@ -24,7 +24,6 @@ from nemo_run_ray.cluster_files.load import (
     find,
     is_for_others,
     load,
-    meant,
     usual_places,
     variables_of,
 )
@@ -32,7 +31,7 @@ from nemo_run_ray.cluster_files.schema import ClusterFile, SlurmPart
 from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster, Sidecar, SlurmCluster
 from nemo_run_ray.errors import ConfigError, NoClusterFile, as_markup
 from nemo_run_ray.executor import FILE_VARIABLES, RayExecutor, cluster_of_roles
-from nemo_run_ray.fields import PortProbe
+from nemo_run_ray.fields import PortProbe, meant
 
 #: Fields with values by name: each name is looked for in the code, the pool, the defaults.
 _JOINED = ("env_vars", "label_selector", "resources_per_node", "runtime_env", "ports")

@@ -42,10 +42,11 @@ from typing import Any, ClassVar
 
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.frontend.console.api import CONSOLE
+from pydantic import NonNegativeInt, PositiveInt
 
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard
 from nemo_run_ray.errors import ClusterError, ConfigError
-from nemo_run_ray.fields import Check, allow, is_amount, strict_init, whole
+from nemo_run_ray.fields import Allowed, PositiveSeconds, strict_init
 from nemo_run_ray.remote.dashboard import (
     DASHBOARD,
     EMBEDDED,
@@ -103,14 +104,11 @@ _WATCH = (
 )
 
 
-_FIELDS: dict[str, Check] = {
-    "num_cpus": whole(1, none=True),
-    "num_gpus": whole(0, none=True),
-    "keep": allow(lambda value: isinstance(value, bool), "True or False"),
-    "idle_timeout_s": allow(
-        lambda value: is_amount(value) and value, "a number of seconds above 0"
-    ),
-}
+class _LocalFields(Allowed):
+    num_cpus: PositiveInt | None
+    num_gpus: NonNegativeInt | None
+    keep: bool
+    idle_timeout_s: PositiveSeconds
 
 
 @dataclass
@@ -162,8 +160,7 @@ class LocalCluster(Cluster):
     state_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name, check in _FIELDS.items():
-            check(f"LocalCluster.{name}", getattr(self, name))
+        _LocalFields.check("LocalCluster", vars(self))
 
     @property
     def title(self) -> str:

@@ -185,7 +185,7 @@ class Batch:
             outside = [outside_spec(it, self._api, self._session) for it in planned.outside]
             dispatched.append(planned.dispatched(body, outside, name))
             intents.append(self._intent(planned, nonce, name))
-        limits = [plan.max_in_flight for plan in jobs if plan.max_in_flight is not None]
+        limits = filter(None, (plan.executor.max_in_flight for plan in jobs))
         spec = DispatchSpec(
             id=name,
             nonce=secrets.token_hex(8),

@@ -173,11 +173,11 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             self._order = count, registry.order_of(self._experiment)
             self._is_ordered = registry.is_ordered_by_us(self._experiment)
         batch.is_ordered = self._is_ordered
-        if not batch.is_ordered and planned.max_in_flight is not None:
+        if planned.executor.max_in_flight and not batch.is_ordered:
             raise ConfigError(
-                f"RayExecutor.max_in_flight of {planned.job!r} is {planned.max_in_flight}, but the "
-                "experiment has dependencies and jobs elsewhere too, so that NeMo-Run hands its "
-                "jobs over one by one; leave the field out, or put all jobs on one Ray cluster."
+                f"RayExecutor.max_in_flight of {planned.job!r} is {planned.executor.max_in_flight}"
+                ", but the experiment has dependencies and jobs elsewhere too, so NeMo-Run hands "
+                "its jobs over one by one; leave it out, or put all jobs on one Ray cluster."
             )
         before = batch.plans.get(planned.job)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.

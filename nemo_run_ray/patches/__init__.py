@@ -216,19 +216,16 @@ def apply(*names: str) -> Callable[[], bool]:
     def undo_these() -> bool:
         return not done or undo(*done)
 
-    try:
-        for one in [patch(name) for name in names or MODULES]:
+    for one in [patch(name) for name in names or MODULES]:
+        try:
             if one.status() == "off":
-                try:
-                    one.apply()
-                    done.append(one.name)
-                except UnsupportedNemoRun as error:
-                    if names:
-                        raise
-                    log.warning("A patch is left out: %s", error)
-    except BaseException:
-        undo_these()
-        raise
+                one.apply()
+                done.append(one.name)
+        except BaseException as error:
+            if names or not isinstance(error, UnsupportedNemoRun):
+                undo_these()
+                raise
+            log.warning("A patch is left out: %s", error)
     return undo_these
 
 

@@ -42,7 +42,7 @@ class DataMoverConfigsPatch(Patch):
         # Each with the digest of its body in NeMo-Run 0.9 to 0.12.
         command = "copy_directory_data_command"
         edits = [
-            self.wrapped(LeptonExecutor, command, lambda _: _lepton_command, "0387dea68b8764e1"),
+            self.wrapped(LeptonExecutor, command, lambda _: _argv, "0387dea68b8764e1"),
             self.wrapped(DGXCloudExecutor, command, lambda _: _script, "a4c7e92b458bf91c"),
         ]
         if hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS"):  # it sends what is longer file by file
@@ -56,9 +56,8 @@ class DataMoverConfigsPatch(Patch):
 PATCH = DataMoverConfigsPatch()
 
 
-def _lepton_command(self: Any, local_dir_path: str, dest_path: str) -> list[str]:
-    """The data mover's argv."""
-    return ["sh", "-c", _script(self, local_dir_path, dest_path)]
+def _argv(*args: Any) -> list[str]:
+    return ["sh", "-c", _script(*args)]
 
 
 def _script(self: Any, local_dir_path: str, dest_path: str) -> str:

@@ -24,11 +24,12 @@ import nemo_run as run
 from fiddle import daglish
 from fiddle.experimental import serialization
 from nemo_run.config import SCRIPTS_DIR, get_type_namespace
+from pydantic import NonNegativeInt
 from torchx.specs import Role
 
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import RayExecutor, check_guard
-from nemo_run_ray.fields import one_of, refuse_credentials, whole
+from nemo_run_ray.fields import Allowed, refuse_credentials
 from nemo_run_ray.plan.roles import (
     ARRAY,
     argv_of,
@@ -52,6 +53,12 @@ _OF_ONE_PROCESS = (
     *("nodes", "ntasks_per_node", "service", "ready", "strategy", "ports"),
     *("pending_timeout_s", "time_s"),
 )
+
+
+class _Options(Allowed):
+    combine: Literal["product", "zip"]
+    isolation: Literal["fork", "process"]
+    max_failures: NonNegativeInt | None
 
 
 @dataclass
@@ -109,9 +116,8 @@ def array(
     Raises:
         ConfigError: an argument is wrong, a field does not exist, or a value cannot be sent.
     """
-    one_of("fork", "process")("isolation", isolation)
-    one_of("product", "zip")("combine", combine)
-    whole(0, none=True)("max_failures", max_failures)
+    options = {"combine": combine, "isolation": isolation, "max_failures": max_failures}
+    _Options.check("array", options)
     header: dict[str, Any] = {"max_failures": max_failures, "runs": isolation}
     env: dict[str, str] = {}
     if isinstance(task, (list, tuple)):

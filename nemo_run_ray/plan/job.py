@@ -6,6 +6,7 @@ are read.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -60,6 +61,7 @@ class JobPlan:
         job: its name in NeMo-Run.
         submission_id: its name on the cluster.
         spec: what the node is told.
+        executor: with the values of its cluster file, and without what the spec sees to itself.
         reservation: the parts of Ray's job request that say what to reserve.
         runtime_env: the user's, to which the archives are added.
         packagers: of the roles whose code is sent, by the role's name.
@@ -67,34 +69,26 @@ class JobPlan:
         after: names of the experiment's jobs on this cluster that must have succeeded.
         outside: handles of other experiments' jobs that must have succeeded; the planned one has
             names of experiments too, which the scheduler looks up.
-        retries: further attempts after a failure.
-        permanent_exit_codes: that no further attempt would change.
-        max_in_flight: so many of the experiment's jobs at once at most.
-        pending_timeout_s: seconds that it may wait for room.
-        time_s: seconds that it needs, where the cluster may end before.
     """
 
     job: str
     submission_id: str
     spec: JobSpec | GroupSpec | ArraySpec
+    executor: RayExecutor = field(compare=False)
     reservation: dict[str, Any] = field(default_factory=dict)
     runtime_env: dict[str, Any] = field(default_factory=dict)
     packagers: dict[str, Packager] = field(default_factory=dict)
     secret_places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-    retries: int = 0
-    permanent_exit_codes: tuple[int, ...] = ()
-    max_in_flight: int | None = None
-    pending_timeout_s: float | None = None
-    time_s: float | None = None
 
     @property
     def needs_dispatcher(self) -> bool:
         """Whether a dispatcher must look after it on the cluster, before its start or after it."""
-        timed = self.pending_timeout_s is not None or self.time_s is not None
-        again = self.retries and not isinstance(self.spec, ArraySpec)  # it retries elements
-        return bool(self.after or self.outside or again or self.max_in_flight or timed)
+        executor = self.executor
+        again = executor.retries and not isinstance(self.spec, ArraySpec)  # it retries elements
+        limits = executor.max_in_flight, executor.pending_timeout_s, executor.time_s
+        return bool(self.after or self.outside or again) or limits != (None, None, None)
 
     def check_version(self, ray: str) -> None:
         """Check that a cluster's Ray can do what the job asks for.
@@ -168,8 +162,8 @@ class JobPlan:
         metadata = {
             **body["metadata"],
             DISPATCHER_KEY: dispatcher,
-            RETRIES_KEY: str(self.retries),
-            PERMANENT_KEY: ",".join(str(code) for code in self.permanent_exit_codes),
+            RETRIES_KEY: str(self.executor.retries),
+            PERMANENT_KEY: ",".join(map(str, self.executor.permanent_exit_codes)),
         }
         return DispatchedJobSpec(
             name=self.job,
@@ -182,10 +176,10 @@ class JobPlan:
             },
             after=self.after,
             outside=tuple(outside),
-            retries=self.retries,
-            permanent_exit_codes=self.permanent_exit_codes,
-            pending_timeout_s=self.pending_timeout_s,
-            time_s=self.time_s,
+            retries=self.executor.retries,
+            permanent_exit_codes=tuple(self.executor.permanent_exit_codes),
+            pending_timeout_s=self.executor.pending_timeout_s,
+            time_s=self.executor.time_s,
             secrets=self.spec.secrets,
         )
 
@@ -194,8 +188,8 @@ class JobPlan:
         if isinstance(self.spec, ArraySpec):
             # Killed, it is started again, and reads its journal. A stop is for the driver; the
             # shell waits for it.
-            find, start = _start(self.spec.python, ["array", *arguments])
-            return f"trap '' TERM; {_again(find, start, _ARRAY_STARTS, '-eq 137')}"
+            line = entrypoint(self.spec.python, ["array", *arguments], (), "-eq 137", _ARRAY_STARTS)
+            return f"trap '' TERM; {line}"
         kind = "group" if isinstance(self.spec, GroupSpec) else "task"
         return entrypoint(self.spec.python, [kind, *arguments])
 
@@ -207,21 +201,20 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         ConfigError: a field of the executor is wrong, or asks for what this version cannot do.
     """
     executor.check()
-    executor = executor.resolved()
+    executor = copy.copy(executor.resolved())
     reservation: dict[str, Any] = {}
     runtime_env: dict[str, Any] = {}
-    permanent = tuple(executor.permanent_exit_codes)
-    max_in_flight, pending_timeout_s = executor.max_in_flight, executor.pending_timeout_s
     spec: JobSpec | GroupSpec | ArraySpec
     # What a group or an array reserves is its driver's affair.
     if any(role.entrypoint == ARRAY for role in app.roles):
         from nemo_run_ray.plan.array import array_spec  # most programs have no array
 
         spec = array_spec(app.roles, executor)
-        permanent, max_in_flight = (JobExit.SOME_FAILED.value,), None
+        executor.permanent_exit_codes = [JobExit.SOME_FAILED.value]
+        executor.max_in_flight = None
     elif needs_group_driver(app, executor):
         spec = group_spec(app, executor)
-        pending_timeout_s = None  # the driver gives up, as it knows whether the group is placed
+        executor.pending_timeout_s = None  # the driver gives up: it knows whether it is placed
     else:
         why = "but the task is alone: it is for the roles of a group (`experiment.add([…], …)`)."
         refuse_fields(executor, ("service", "ready"), why)
@@ -231,23 +224,27 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         alone |= {"NUM_NODES": "1", "NODE_RANK": "0"}
         env = {f"NEMO_RUN_{name}": value for name, value in alone.items()}
         spec = spec._replace(env={**spec.env, **env})
-        reservation = _reservation(executor)
+        # `cpus_per_node=0` reserves none, where Ray reserves one.
+        asked = {
+            "entrypoint_num_cpus": executor.cpus_per_node,
+            "entrypoint_num_gpus": executor.gpus_per_node or None,
+            "entrypoint_memory": executor.memory_bytes or None,
+            "entrypoint_resources": dict(executor.resources_per_node) or None,
+            "entrypoint_label_selector": dict(executor.label_selector) or None,
+        }
+        reservation = {name: amount for name, amount in asked.items() if amount is not None}
         runtime_env = resolve_runtime_env(executor.runtime_env)
     sources = (executor, *executor.resource_group)
     return JobPlan(
         job=job,
         submission_id=submission_id,
         spec=spec,
+        executor=executor,
         reservation=reservation,
         runtime_env=runtime_env,
         packagers=packagers(app, executor),
         secret_places=joined_places(source.secret_places for source in sources),
         outside=tuple(executor.dependencies),
-        retries=executor.retries,
-        permanent_exit_codes=permanent,
-        max_in_flight=max_in_flight,
-        pending_timeout_s=pending_timeout_s,
-        time_s=executor.time_s,
     )
 
 
@@ -271,31 +268,40 @@ def joined_places(
     return joined
 
 
-def _reservation(executor: RayExecutor) -> dict[str, Any]:
-    """The fields of Ray's request; ``cpus_per_node=0`` reserves none, where Ray reserves one."""
-    asked = {
-        "entrypoint_num_cpus": executor.cpus_per_node,
-        "entrypoint_num_gpus": executor.gpus_per_node or None,
-        "entrypoint_memory": executor.memory_bytes or None,
-        "entrypoint_resources": dict(executor.resources_per_node) or None,
-        "entrypoint_label_selector": dict(executor.label_selector) or None,
-    }
-    return {name: amount for name, amount in asked.items() if amount is not None}
-
-
 # ---------------------------------------------------------------------- the shell lines
 
 
-def entrypoint(python: str | None, arguments: Sequence[str]) -> str:
+def entrypoint(
+    python: str | None,
+    arguments: Sequence[str],
+    pythons: Sequence[str] = (),
+    again: str = "",
+    starts: int = 1,
+    note: str = "",
+) -> str:
     """The shell line that Ray runs and shows: the remote half with these arguments.
 
     Args:
-        python: the interpreter; ``None`` is python3 or python, and ``remote/start.py`` looks for
-            another one if that does not serve.
+        python: the interpreter; ``None`` is the first that runs of ``pythons``, python3 and python
+            (one may be the shim of a version manager that has no version), and ``remote/start.py``
+            looks for another one if that does not serve.
         arguments: the kind of the job, and what ``remote/__main__.py`` gets behind it.
+        pythons: interpreters that are tried first.
+        again: a condition for the exit code; while it is fulfilled, the program is started again.
+        starts: how often at most.
+        note: a command before that.
     """
-    find, start = _start(python, arguments)
-    return f"{find}exec {start}"
+    found, find = "" if python is None else shlex.quote(python), ""
+    if python is None:
+        found, names = '"$p"', " ".join(map(shlex.quote, [*pythons, "python3", "python"]))
+        find = f'for p in {names}; do {found} -S -c "" 2>/dev/null && break; done; '
+    start = f"{found} -S -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}"
+    if not again:
+        return f"{find}exec {start}"
+    return (
+        f"{find}for start in $(seq {starts}); do {start}; code=$?; [ $code {again} ] || break; "
+        f"{note}sleep 1; done; exit $code"
+    )
 
 
 def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str) -> str:
@@ -306,31 +312,10 @@ def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str
         submission_id: of the dispatcher.
         nonce: of the dispatch.
     """
-    find, start = _start(None, ["dispatch", submission_id, nonce], pythons)
     killed = "the dispatcher was killed (exit code $code) and is started again"
-    return _again(find, start, _DISPATCHER_STARTS, "-gt 128", f'echo "nemo_run_ray| {killed}"; ')
-
-
-def _start(
-    python: str | None, arguments: Sequence[str], pythons: Sequence[str] = ()
-) -> tuple[str, str]:
-    """Shell text that finds a Python, and text that starts the remote half by it.
-
-    The first that runs is taken: one may be the shim of a version manager that has no version.
-    """
-    found, find = "" if python is None else shlex.quote(python), ""
-    if python is None:
-        found, names = '"$p"', " ".join(map(shlex.quote, [*pythons, "python3", "python"]))
-        find = f'for p in {names}; do {found} -S -c "" 2>/dev/null && break; done; '
-    return find, f"{found} -S -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}"
-
-
-def _again(find: str, start: str, count: int, unless: str, note: str = "") -> str:
-    """A shell line that starts a program again while its exit code fulfils a condition."""
-    return (
-        f"{find}for start in $(seq {count}); do {start}; code=$?; [ $code {unless} ] || break; "
-        f"{note}sleep 1; done; exit $code"
-    )
+    note = f'echo "nemo_run_ray| {killed}"; '
+    arguments = ["dispatch", submission_id, nonce]
+    return entrypoint(None, arguments, pythons, "-gt 128", _DISPATCHER_STARTS, note)
 
 
 # ---------------------------------------------------------------------- the text of a dry run
@@ -343,19 +328,19 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
         cluster: the cluster in words.
         uploads: what would be uploaded, in words.
     """
-    spec = planned.spec
-    codes = ", ".join(map(str, planned.permanent_exit_codes))
+    spec, executor = planned.spec, planned.executor
+    codes = ", ".join(map(str, executor.permanent_exit_codes))
     unless = f", unless it ends with exit code {codes}" if codes else ""
-    has_retries = planned.retries and planned.needs_dispatcher
-    limit, timeout_s = planned.max_in_flight, planned.pending_timeout_s
+    has_retries = executor.retries and planned.needs_dispatcher
+    limit, timeout_s = executor.max_in_flight, executor.pending_timeout_s
     rows: _Rows = [
         ("Ray job", planned.submission_id),
         ("cluster", cluster),
         ("after", ", ".join([*planned.after, *planned.outside])),
-        ("retries", f"{planned.retries}{unless}" if has_retries else ""),
+        ("retries", f"{executor.retries}{unless}" if has_retries else ""),
         ("at once", limit and f"{limit} of the experiment's jobs"),
         ("give up", timeout_s and f"when not placed within {timeout_s:g} s"),
-        ("starts", planned.time_s and f"when its allocation lasts {planned.time_s:g} s more"),
+        ("starts", executor.time_s and f"when its allocation lasts {executor.time_s:g} s more"),
     ]
     sends: _Rows = [("sends", upload) for upload in uploads]
     if isinstance(spec, JobSpec):
@@ -388,9 +373,8 @@ def _describe_role(role: RoleSpec) -> _Rows:
     ports = {name: port or "free" for name, port in role.ports.items() if name[0] != "_"}
     ready, probe = "", role.ready
     if probe is not None:
-        ready = shlex.join(probe.command) if probe.kind == "command" else f"port {probe.port}"
-        if probe.kind == "http":
-            ready += f", GET {probe.path} gives {probe.status}"
+        http = f", GET {probe.path} gives {probe.status}" if probe.kind == "http" else ""
+        ready = shlex.join(probe.command) or f"port {probe.port}{http}"
         ready += f"; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
     return [
         *_describe_task(role.task, role.resources, role.runtime_env),

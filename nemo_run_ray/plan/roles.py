@@ -36,7 +36,7 @@ CODE_DIR = "NEMO_RUN_CODE_DIR"
 ROLE_MAX = 48
 #: First version of Ray that knows the label selector of a job; an older one answers it with 400.
 SELECTORS_SINCE = (2, 54)
-_ROLE = re.compile(r"[A-Za-z0-9_.-]+")
+_ROLE = re.compile(rf"[A-Za-z0-9_.-]{{1,{ROLE_MAX}}}")
 _SPREADS = ("SPREAD", "STRICT_SPREAD")
 
 
@@ -132,7 +132,7 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
             own.check(role_name(role, own))
             # What plug-ins set on the group's executor is in role.env already.
             role = with_launcher(replace(role, env={**own.env_vars, **role.env}), own)
-        spec = _role_spec(role, own, len(executors))
+        spec = _role_spec(role, own)
         if not is_of_group and own.strategy == "STRICT_PACK":
             raise ConfigError(
                 f"RayExecutor.strategy of the role {spec.name!r} is 'STRICT_PACK'; one node for "
@@ -221,17 +221,12 @@ def role_name(role: Role, executor: RayExecutor) -> str:
     return executor.role or str(role.name)
 
 
-def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
+def _role_spec(role: Role, executor: RayExecutor) -> RoleSpec:
     name = role_name(role, executor)
-    if not _ROLE.fullmatch(name) or len(name) > ROLE_MAX:
+    if not _ROLE.fullmatch(name):
         raise ConfigError(
             f"The role {name!r} cannot have this name; allowed are up to {ROLE_MAX} letters, "
             "digits, '_', '.' and '-'. Set RayExecutor.role."
-        )
-    if executor.service and count == 1:
-        raise ConfigError(
-            f"RayExecutor.service of {name!r} is True, but the task is alone: a service runs until "
-            "the other roles of its group are done."
         )
     ready = None if executor.ready is None else executor.ready.spec()
     if ready and not executor.service:
@@ -249,9 +244,6 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
     launched = has_torchrun(executor)
     several = executor.nodes * executor.ntasks_per_node > 1
     spec = one_process(role, executor)
-    ports = dict(executor.ports)
-    if several:
-        ports[RENDEZVOUS] = 0
     if several and launched and launcher.rdzv_port == type(launcher)().rdzv_port:
         # NeMo-Run's default is the same for all: two jobs on a node would meet there. Instead
         # comes a port that is free on the node.
@@ -265,7 +257,7 @@ def _role_spec(role: Role, executor: RayExecutor, count: int) -> RoleSpec:
         ranked=several and not launched,
         service=executor.service,
         restarts=executor.retries,
-        ports=ports,
+        ports={**executor.ports, **({RENDEZVOUS: 0} if several else {})},
         ready=ready,
     )
 
@@ -299,12 +291,8 @@ _RUNNER, _CONFIGS = "nemo_run.core.runners.fdl_runner", "/nemo_run/configs/"
 _MACRO = re.compile(r"(\$\$)?\$\{(\w+)\}")
 #: Fields of NeMo-Run's FaultTolerance that its component takes as they are.
 _FAULT_TOLERANCE = (
-    "workload_check_interval",
-    "initial_rank_heartbeat_timeout",
-    "rank_heartbeat_timeout",
-    "rank_termination_signal",
-    "log_level",
-    "max_restarts",
+    *("workload_check_interval", "initial_rank_heartbeat_timeout", "rank_heartbeat_timeout"),
+    *("rank_termination_signal", "log_level", "max_restarts"),
 )
 
 
@@ -372,27 +360,11 @@ def _unquote(word: str) -> str:
 
 #: Fields that say something about one role only.
 _OF_ROLES = (
-    "nodes",
-    "ntasks_per_node",
-    "cpus_per_node",
-    "gpus_per_node",
-    "memory_per_node",
-    "resources_per_node",
-    "label_selector",
-    "strategy",
-    "runtime_env",
-    "allow_unknown_runtime_env",
-    "secrets",
-    "role",
-    "service",
-    "ready",
-    "ports",
-    "pending_timeout_s",
-    "wait_for_nodes",
-    "keep_run_dir",
-    "entrypoint_shell",
-    "startup_commands",
-    "python",
+    *("nodes", "ntasks_per_node", "cpus_per_node", "gpus_per_node", "memory_per_node"),
+    *("resources_per_node", "label_selector", "strategy", "runtime_env"),
+    *("allow_unknown_runtime_env", "secrets", "role", "service", "ready", "ports"),
+    *("pending_timeout_s", "wait_for_nodes", "keep_run_dir", "entrypoint_shell"),
+    *("startup_commands", "python"),
 )
 
 

@@ -111,7 +111,7 @@ def test_unknown_fields_pass_when_they_are_allowed():
     )
     body = plan(_app(), executor, "exp.job", "job").body({}, [], "0123456789abcdef")
     assert body["runtime_env"]["mpi"] == {"args": []}
-    with pytest.raises(ConfigError, match="is 3; allowed"):  # what is known is checked all the same
+    with pytest.raises(ConfigError, match="is 3: allowed"):  # what is known is checked all the same
         RayExecutor(runtime_env={"pip": 3}, allow_unknown_runtime_env=True)
 
 

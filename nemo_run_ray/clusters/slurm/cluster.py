@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from nemo_run.core.execution.slurm import SlurmExecutor
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
+from pydantic import Field, InstanceOf, PositiveInt
 
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard, interrupted
 from nemo_run_ray.clusters.slurm.allocations import (
@@ -30,10 +31,9 @@ from nemo_run_ray.clusters.slurm.allocations import (
 from nemo_run_ray.clusters.slurm.login import Login, key_of
 from nemo_run_ray.clusters.slurm.script import Sidecar, job_script
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError, Unanswered, as_markup
-from nemo_run_ray.fields import Check, allow, every, is_amount, strict_init, whole
+from nemo_run_ray.fields import Allowed, Seconds, strict_init
 from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _JOB_DIR = re.compile(r"/[\w/.,:@+=-]*", re.ASCII)
 _SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
 _HOST = re.sub("[^A-Za-z0-9.-]", "_", socket.gethostname())
@@ -236,27 +236,21 @@ def _say(text: str) -> None:
     CONSOLE.log(as_markup(text))
 
 
-_FLAG = allow(lambda value: isinstance(value, bool), "True or False")
-_FIELDS: dict[str, Check] = {
-    "executor": allow(lambda value: isinstance(value, SlurmExecutor), "a run.SlurmExecutor"),
-    "name": allow(
-        lambda value: isinstance(value, str) and _NAME.fullmatch(value),
-        "letters, digits, '_', '.' and '-'",
-    ),
-    "nodes": whole(1, none=True),
-    "walltime": allow(lambda value: isinstance(value, str), "a text as '04:00:00'", none=True),
-    "keep": _FLAG,
-    "idle_timeout_s": whole(1, none=True),
-    "queue_timeout_s": allow(is_amount, "a number of seconds", none=True),
-    "renew": _FLAG,
-    "sidecars": every(lambda value: isinstance(value, Sidecar), "a list of Sidecar(…)"),
-}
+class _SlurmFields(Allowed):
+    executor: InstanceOf[SlurmExecutor]
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
+    nodes: PositiveInt | None
+    walltime: str | None
+    keep: bool
+    idle_timeout_s: PositiveInt | None
+    queue_timeout_s: Seconds | None
+    renew: bool
+    sidecars: list[InstanceOf[Sidecar]]
 
 
 def _check(cluster: SlurmCluster) -> None:
     """Raise for a field that has a wrong value."""
-    for name, check in _FIELDS.items():
-        check(f"SlurmCluster.{name}", getattr(cluster, name))
+    _SlurmFields.check("SlurmCluster", vars(cluster))
     title, executor = f"SlurmCluster {cluster.name!r}", cluster.executor
     names = [sidecar.name for sidecar in cluster.sidecars]
     if len(set(names)) < len(names):

@@ -114,7 +114,7 @@ def test_an_image_as_ray_s_image_uri(write):
 
 BAD = {
     "defaults: {retires: 1}": ("defaults.retires", "did you mean 'retries'"),
-    "defaults: {retries: -1}": ("defaults.retries", "a whole number from 0"),
+    "defaults: {retries: -1}": ("defaults.retries", "greater than or equal to 0"),
     "defaults: {address: 'http://x'}": ("defaults.address", "another section of this file, gives"),
     "defaults: {role: a}": ("defaults.role", "a task, or another section"),
     "defaults: {packager: zip}": ("defaults.packager", "allowed are none, git and"),
