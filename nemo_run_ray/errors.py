@@ -206,9 +206,11 @@ def install() -> None:
     def excepthook(
         kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        if isinstance(error, NemoRunRayError) and not os.environ.get(VARIABLE):
+        if os.environ.get(VARIABLE):
+            before(kind, error, frames)
+        elif isinstance(error, NemoRunRayError):
             print(paragraph(error, frames), file=sys.stderr)
-        elif getattr(error, "_is_explained", False) and not os.environ.get(VARIABLE):
+        elif hasattr(error, "_is_explained"):
             print(shown(str(error)), file=sys.stderr)
         else:
             before(kind, error, frames)

@@ -209,13 +209,13 @@ class SourcePackager(Packager):
         Raises:
             TransportError: the source code cannot be read.
         """
-        target = Path(job_dir, f"{name}.tar.gz")
-        if target.exists():
-            return str(target)
-        tree = collect(Path(self.root), self.include, self.exclude, self.collections, self.scripts)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_tar_gz(str(target), sorted(tree.items()))
-        return str(target)
+        target = os.path.join(job_dir, f"{name}.tar.gz")
+        if not os.path.exists(target):
+            tree = collect(
+                Path(self.root), self.include, self.exclude, self.collections, self.scripts
+            )
+            write_tar_gz(target, sorted(tree.items()))
+        return target
 
 
 def _scripts(task: Partial | Script, root: Path) -> list[str]:

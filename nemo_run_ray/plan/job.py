@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,11 +219,13 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         why = "but the task is alone: it is for the roles of a group (`experiment.add([…], …)`)."
         refuse_fields(executor, ("service", "ready"), why)
         spec = task_spec(app.roles[0], executor)
-        # The variables behind NeMo-Run's macros.
-        alone = {"HEAD_NODE_IP": "127.0.0.1", "NPROC_PER_NODE": str(executor.ntasks_per_node)}
-        alone |= {"NUM_NODES": "1", "NODE_RANK": "0"}
-        env = {f"NEMO_RUN_{name}": value for name, value in alone.items()}
-        spec = spec._replace(env={**spec.env, **env})
+        macros = {  # the variables behind NeMo-Run's macros
+            "NEMO_RUN_HEAD_NODE_IP": "127.0.0.1",
+            "NEMO_RUN_NPROC_PER_NODE": str(executor.ntasks_per_node),
+            "NEMO_RUN_NUM_NODES": "1",
+            "NEMO_RUN_NODE_RANK": "0",
+        }
+        spec = spec._replace(env={**spec.env, **macros})
         # `cpus_per_node=0` reserves none, where Ray reserves one.
         asked = {
             "entrypoint_num_cpus": executor.cpus_per_node,
@@ -329,78 +331,36 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
         uploads: what would be uploaded, in words.
     """
     spec, executor = planned.spec, planned.executor
-    codes = ", ".join(map(str, executor.permanent_exit_codes))
-    unless = f", unless it ends with exit code {codes}" if codes else ""
-    has_retries = executor.retries and planned.needs_dispatcher
-    limit, timeout_s = executor.max_in_flight, executor.pending_timeout_s
-    rows: _Rows = [
+    limits = ("retries", "permanent_exit_codes", "max_in_flight", "pending_timeout_s", "time_s")
+    rows: list[tuple[str, Any]] = [
         ("Ray job", planned.submission_id),
         ("cluster", cluster),
         ("after", ", ".join([*planned.after, *planned.outside])),
-        ("retries", f"{executor.retries}{unless}" if has_retries else ""),
-        ("at once", limit and f"{limit} of the experiment's jobs"),
-        ("give up", timeout_s and f"when not placed within {timeout_s:g} s"),
-        ("starts", executor.time_s and f"when its allocation lasts {executor.time_s:g} s more"),
+        *((name, getattr(executor, name)) for name in limits),
+        *(("sends", upload) for upload in uploads),
+        *planned.reservation.items(),
+        ("runtime_env", planned.runtime_env),
+        *_rows(spec),
     ]
-    sends: _Rows = [("sends", upload) for upload in uploads]
-    if isinstance(spec, JobSpec):
-        rows += [*_describe_task(spec, planned.reservation, planned.runtime_env), *sends]
-    elif isinstance(spec, ArraySpec):
-        targets = (" ".join(str(part) for part in target if part) for target in spec.targets)
-        failures = spec.max_failures
-        rows += [
-            ("elements", f"of {spec.elements}; each changes {', '.join(targets)}"),
-            ("at once", spec.max_in_flight or "as many as there is room for"),
-            ("retries", f"{spec.retries} of each element"),
-            ("ends", None if failures is None else f"when more than {failures} elements failed"),
-            *_describe_role(spec.host),
-            *sends,
-        ]
-    else:
-        rows += [("strategy", f"{spec.strategy}, all {len(spec.roles)} role(s) at once or none")]
-        rows += sends
-        for role in spec.roles:
-            kind = "service" if role.service else "primary"
-            copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
-            rows += [("", ""), ("role", f"{role.name}, {kind}, {copies}"), *_describe_role(role)]
-    return "\n".join(f"{title:<10}{value}".rstrip() for title, value in rows if value or not title)
-
-
-_Rows = list[tuple[str, Any]]
-
-
-def _describe_role(role: RoleSpec) -> _Rows:
-    ports = {name: port or "free" for name, port in role.ports.items() if name[0] != "_"}
-    ready, probe = "", role.ready
-    if probe is not None:
-        http = f", GET {probe.path} gives {probe.status}" if probe.kind == "http" else ""
-        ready = shlex.join(probe.command) or f"port {probe.port}{http}"
-        ready += f"; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
-    return [
-        *_describe_task(role.task, role.resources, role.runtime_env),
-        ("labels", role.label_selector),
-        ("ports", _listed(ports)),
-        ("ready", ready),
-    ]
-
-
-def _describe_task(
-    spec: JobSpec, reserves: Mapping[str, Any], runtime_env: Mapping[str, Any]
-) -> _Rows:
-    return [
-        ("command", shlex.join(spec.argv)),
-        ("shell", "bash -l: the node's profile sets PATH" if spec.login_shell else ""),
-        *(("before", command.replace("\n", f"\n{'':10}")) for command in spec.startup),
-        ("reserves", _listed(reserves) or "nothing"),
-        ("python", spec.python),
-        ("folder", spec.cwd or "a private run directory on the node"),
-        ("runtime", runtime_env and _CREDENTIALS.sub("***@", str(dict(runtime_env)))),
-        *(("env", f"{name}={value}") for name, value in sorted(spec.env.items())),
-        *(("secret", f"{name}=***") for name in spec.secrets),
-    ]
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name.removeprefix('entrypoint_')}={value}" for name, value in values.items()
+    for role in spec.roles if isinstance(spec, GroupSpec) else ():
+        rows += [("", ""), *_rows(role)]
+    return "\n".join(
+        f"{title.removeprefix('entrypoint_'):<22}{_text(value)}".rstrip()
+        for title, value in rows
+        if value or not title
     )
+
+
+def _rows(spec: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a spec, and of the one in it, that do not have their defaults."""
+    for name, value in spec._asdict().items():
+        if isinstance(value, (JobSpec, RoleSpec)):
+            yield from _rows(value)
+        elif name != "roles" and value != spec._field_defaults.get(name):
+            yield name, shlex.join(value) if name == "argv" else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        value = ", ".join(f"{name}={inner}" for name, inner in value.items())
+    return _CREDENTIALS.sub("***@", str(value))

@@ -26,7 +26,7 @@ def test_the_task_sees_it_and_nobody_else(existing, local_cluster, api, unique, 
     run.run(script, executor=executor, name=unique)
 
     shown = "".join(capfd.readouterr())
-    assert "MY_TOKEN=***" in "".join(shown.split())
+    assert "secrets MY_TOKEN" in " ".join(shown.split())
     assert hashlib.sha256(value.encode()).hexdigest() in shown
     assert value not in shown
     assert value not in json.dumps(api.table(fresh=True))

@@ -163,4 +163,4 @@ def test_the_dry_run_says_what_is_sent(code_dir, unique):
         )
         experiment.dryrun(log=False)
     (info,) = [str(job._dryrun_info) for job in experiment.jobs]
-    assert f"sends     code, the folder {code_dir}, named by NEMO_RUN_CODE_DIR" in info
+    assert f"code, the folder {code_dir}, named by NEMO_RUN_CODE_DIR" in info

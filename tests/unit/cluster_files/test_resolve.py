@@ -224,7 +224,7 @@ def test_the_dry_run_names_the_file_and_shows_what_it_says(write, capsys, unique
     assert "by the cluster file team-a" in shown
     assert "http://head:8265" in shown
     assert "WHO=pool" in shown
-    assert "num_gpus=8" in shown
+    assert "num_gpus 8" in shown
 
 
 SKILLS = """\

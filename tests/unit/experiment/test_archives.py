@@ -17,6 +17,7 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
 from ray._private.runtime_env.packaging import unzip_package
 
+from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ArchiveTooLarge, PackagingFailed
 from nemo_run_ray.experiment import archives
 from nemo_run_ray.experiment.archives import (
@@ -258,7 +259,9 @@ def test_the_job_archive(job_dir, tmp_path):
     main = tmp_path / "main"
     main.write_text("x = 1")
     found = _unzip(
-        job_archive([JobPlan("job", "exp.job", JobSpec(("true",)))], {"job": job_dir}, main)
+        job_archive(
+            [JobPlan("job", "exp.job", JobSpec(("true",)), RayExecutor())], {"job": job_dir}, main
+        )
     )
     assert found[f"{JOBS}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"
     assert found[f"{JOBS}/job/scripts/job.sh"] == b"scripts/job.sh"

@@ -291,20 +291,17 @@ def test_a_group_passes_over_a_python_without_ray(node, tmp_path):
 
 
 _GOLDEN = """\
-Ray job   exp.job
-cluster   a cluster
-command   python 'a b.py' '$HOME'
-reserves  num_cpus=2, num_gpus=1
-folder    a private run directory on the node
-runtime   {'pip': ['x']}
-env       A=1
-env       NEMO_RUN_HEAD_NODE_IP=127.0.0.1
-env       NEMO_RUN_NODE_RANK=0
-env       NEMO_RUN_NPROC_PER_NODE=1
-env       NEMO_RUN_NUM_NODES=1
-secret    TOKEN=***
-sends     code
-sends     configs"""
+Ray job               exp.job
+cluster               a cluster
+sends                 code
+sends                 configs
+num_cpus              2
+num_gpus              1
+runtime_env           pip=['x']
+argv                  python 'a b.py' '$HOME'
+env                   A=1, NEMO_RUN_HEAD_NODE_IP=127.0.0.1, \
+NEMO_RUN_NPROC_PER_NODE=1, NEMO_RUN_NUM_NODES=1, NEMO_RUN_NODE_RANK=0
+secrets               ('TOKEN',)"""
 
 
 def test_the_dry_run(monkeypatch):
@@ -320,27 +317,31 @@ def test_the_dry_run(monkeypatch):
 
 
 _GOLDEN_GROUP = """\
-Ray job   exp.job
-cluster   a cluster
-strategy  PACK, all 2 role(s) at once or none
-sends     code
-sends     configs
+Ray job               exp.job
+cluster               a cluster
+sends                 code
+sends                 configs
 
-role      store, service, 1 replica(s) of 1 process(es)
-command   serve 'a b' '$HOME'
-reserves  memory=1024
-folder    a private run directory on the node
-env       MODE=a b
-labels    {'zone': 'in(a,b)'}
-ports     http=free, rpc=7000
-ready     port http, GET /up gives 200; every 1 s, at most 90 s
+name                  store
+argv                  serve 'a b' '$HOME'
+env                   MODE=a b
+service               True
+ports                 http=0, rpc=7000
+ready                 ProbeSpec(kind='http', port='http', path='/up', status=200, \
+command=(), interval_s=1, timeout_s=90)
+resources             memory=1024
+label_selector        zone=in(a,b)
 
-role      train, primary, 2 replica(s) of 4 process(es)
-command   python x.py
-reserves  GPU=4
-folder    a private run directory on the node
-runtime   {'pip': ['x']}
-secret    TOKEN=***"""
+name                  train
+argv                  python x.py
+grace_s               60
+secrets               ('TOKEN',)
+replicas              2
+processes             4
+ranked                True
+ports                 _rendezvous=0
+resources             GPU=4
+runtime_env           pip=['x']"""
 
 
 def test_the_dry_run_of_a_group(monkeypatch):
