@@ -585,19 +585,18 @@ def clusters(
     from nemo_run_ray.cluster_files import load
 
     with_profiles, profiles = load.profiles_here()
-    paths = [*map(str, load.files()), *(f"{with_profiles}:{profile}" for profile in profiles)]
-    rows = [_row(path) for path in paths]
+    rows = [_row(path.stem, str(path)) for path in load.files()]
+    rows += [_row(profile, f"{with_profiles}:{profile}") for profile in profiles]
     show(rows, ("name", "kind", "where", "pools", "path"), as_json)
     if not rows and not as_json:
         folders = ", ".join(map(str, load.folders())) or "any folder"
         out.print(f"There are no cluster files in {folders}. `nemo-run-ray init` writes one.")
 
 
-def _row(path: str) -> dict[str, Any]:
-    """A cluster file in the list of all; ``path/env.toml:profile`` is a profile."""
+def _row(name: str, path: str) -> dict[str, Any]:
+    """A cluster file in the list of all; the path of a profile is ``path/env.toml:profile``."""
     from nemo_run_ray.cluster_files.load import find, is_for_others
 
-    name = Path(path).stem if ".toml:" not in path else path.rpartition(":")[2]
     row = {"name": name, "kind": "wrong", "where": "", "pools": [], "path": path, "error": ""}
     try:
         if other := is_for_others(*find(path)):

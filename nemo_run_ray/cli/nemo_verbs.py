@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import catalogue
@@ -12,17 +13,14 @@ from nemo_run.cli.api import ROOT_ENTRYPOINT_NAMESPACE
 from nemo_run_ray.cli.main import VERBS, guarded
 
 
-class _Verb:
-    """One verb as NeMo-Run's command line takes it: with a path and a way to add itself."""
+def _verb(name: str, function: Callable[..., Any]) -> SimpleNamespace:
+    """A verb as NeMo-Run's command line takes it: with a path and a way to add itself."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.path = f"ray.{name}"
-        self._name = name
-        self._function = function
+    def cli(parent: typer.Typer) -> None:
+        parent.command(name)(guarded(function))
 
-    def cli(self, parent: typer.Typer) -> None:
-        parent.command(self._name)(guarded(self._function))
+    return SimpleNamespace(path=f"ray.{name}", cli=cli)
 
 
 for _name, _function in VERBS.items():
-    catalogue._set((ROOT_ENTRYPOINT_NAMESPACE, "ray", _name), _Verb(_name, _function))
+    catalogue._set((ROOT_ENTRYPOINT_NAMESPACE, "ray", _name), _verb(_name, _function))

@@ -86,7 +86,6 @@ class Document:
         sources: ``file:line`` of each value, and in a foreign file its key there.
         format: whose format the file has, in words.
         ignored: keys that were left out.
-        no_cluster: the next step where the file names no cluster.
         name: by which it was asked for.
         file: the values, checked.
     """
@@ -96,10 +95,6 @@ class Document:
     sources: dict[KeyPath, str] = field(default_factory=dict)
     format: str = FORMAT
     ignored: tuple[Ignored, ...] = ()
-    no_cluster: str = (
-        "the file names no cluster; expected `address: http://<head>:8265`, `local: {}` for the "
-        "embedded Ray of this machine, or `slurm:` with an account and a job_dir."
-    )
     name: str = ""
     file: ClusterFile = field(default_factory=ClusterFile)
 
@@ -273,7 +268,12 @@ def _check(document: Document) -> None:
     if len(named) > 1:
         raise document.refuse(("cluster",), f"names {' and '.join(named)}; expected one of them.")
     if not named and not (file.pools and all(pool.address for pool in file.pools.values())):
-        raise document.refuse(("cluster",), document.no_cluster)
+        raise document.refuse(
+            ("cluster",),
+            "the file names no cluster; expected `address: http://<head>:8265` (ray_address in an "
+            "env.toml), `local: {}` for the embedded Ray of this machine, or `slurm:` with an "
+            "account and a job_dir.",
+        )
     for name in ("token_variable", "headers"):
         if named and cluster.address is None and getattr(cluster, name):
             problem = f"a Ray by {named[0]!r} has a token of its own and no proxy; leave it out."

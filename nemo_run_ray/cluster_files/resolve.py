@@ -134,10 +134,9 @@ def cluster_of(document: Document, pool: str | None = None) -> Cluster:
         ConfigError: an address, a header or a token is wrong.
     """
     part = document.file.cluster
-    place: KeyPath = ("cluster",)
     address = part.address
     if pool is not None and document.file.pools[pool].address is not None:
-        place, address = ("pools", pool, "address"), document.file.pools[pool].address
+        address = document.file.pools[pool].address
     headers = dict(part.headers)
     if part.token_variable is not None:
         if any(name.lower() == "authorization" for name in headers):
@@ -152,11 +151,10 @@ def cluster_of(document: Document, pool: str | None = None) -> Cluster:
         if address is not None:
             return ExistingCluster(address, headers=headers, verify=verify)
         if part.slurm is not None:
-            place = ("cluster", "slurm")
             return _slurm_cluster(part.slurm, document.path)
         return LocalCluster(**part.local.model_dump() if part.local is not None else {})
     except ConfigError as error:
-        raise document.refuse(place, str(error)) from error
+        raise document.refuse(("cluster",), str(error)) from error
 
 
 def _beside(path: Path, name: str) -> str:
@@ -238,12 +236,7 @@ def check_fields_of(document: Document) -> Document:
         ConfigError: a field or a value is wrong.
     """
     for pool in (None, *document.file.pools):
-        image = fields_of(document, pool).get("image")
-        try:
-            _of_image(image, document)
-        except ConfigError as error:
-            section = ("defaults",) if pool is None else ("pools", pool)
-            raise document.refuse((*section, "image"), str(error)) from error
+        fields_of(document, pool)
     return document
 
 
@@ -267,6 +260,8 @@ def fields_of(document: Document, pool: str | None = None) -> dict[str, Any]:
                 raise ConfigError(f"this is no field of RayExecutor; {meant(name, _DEFAULTS)}")
             values[name] = _packager(value) if name == "packager" else value
             RayExecutor(**{name: values[name]})
+            if name == "image":
+                _of_image(value, document)
         except ConfigError as error:
             raise document.refuse((*section, name), str(error)) from error
     return values
@@ -300,8 +295,7 @@ def _of_image(image: str | None, document: Document) -> dict[str, Any]:
     if file.images_as == "image_uri":
         return {"runtime_env": {"image_uri": file.images.get(image, image)}}
     labels = labels_of(image, file)
-    is_known = labels or file.defaults.get("label_selector") or image in file.image_labels
-    if not is_known and document.format == FORMAT:
+    if not labels and not file.defaults.get("label_selector") and document.format == FORMAT:
         raise ConfigError(
             f"The image {image!r} has no labels in {document.path}, and would run on any node. Add "
             "it to `image_labels`, give `image_label_key`, or say `images_as: none`."

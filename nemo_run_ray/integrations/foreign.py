@@ -45,13 +45,6 @@ class Translation:
             raise self.document.refuse(path, f"expected {_EXPECTED[kind]}; found a {found}.")
         return value
 
-    def first(self, *paths: KeyPath) -> KeyPath | None:
-        """The first of some keys that has a value; the others are left out."""
-        given = [path for path in paths if self.get(*path) not in (None, "")]
-        for path in given[1:]:
-            self.ignore(path, f"{dotted(given[0])} comes first.")
-        return given[0] if given else None
-
     def put(self, target: KeyPath, value: Any, key: KeyPath) -> None:
         """Set a value of this package's form, which comes from a foreign key."""
         table = self.values

@@ -108,9 +108,7 @@ def read(document: Document, profile: str, environ: Mapping[str, str]) -> Docume
     except OmegaConfBaseException as error:
         raise _unresolved(document, (profile,), error) from error
     raw: Any = OmegaConf.to_container(merged)
-    no_cluster = 'the profile names no cluster; expected ray_address = "http://<head>:8265".'
-    document = Document(document.path, dict(raw), no_cluster=no_cluster)
-    file = Translation(FORMAT, document, _IGNORED)
+    file = Translation(FORMAT, Document(document.path, dict(raw)), _IGNORED)
 
     def resolved(*path: str) -> Any:
         try:

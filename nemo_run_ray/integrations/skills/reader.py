@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_run_ray.cluster_files.load import Document, KeyPath
+from nemo_run_ray.cluster_files.load import Document, KeyPath, dotted
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.fields import is_credential_name
 from nemo_run_ray.integrations.foreign import Translation, at
@@ -129,14 +129,17 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
         raise file.document.refuse(
             (section, "name"), f"{name!r} is no back-end; expected one of ray, {_KUBERNETES}."
         )
-    address = file.first(*((section, key) for key in _ADDRESSES), ("ray_endpoint",))
-    if address is None:
+    places: list[KeyPath] = [*((section, key) for key in _ADDRESSES), ("ray_endpoint",)]
+    given = [place for place in places if file.get(*place)]
+    if not given:
         raise file.document.refuse(
             (section, "name"),
             "it says Ray, but no address of a cluster is given; expected "
             f"`{section}.dashboard_url: http://<head>:8265`.",
         )
-    file.put(("cluster", "address"), file.of(str, *address), address)
+    file.put(("cluster", "address"), file.of(str, *given[0]), given[0])
+    for place in given[1:]:
+        file.ignore(place, f"{dotted(given[0])} comes first.")
     selector, label_key, images = ((section, key) for key in _LABELS)
     if file.get(*selector):
         file.put(("defaults", "label_selector"), _labels(file, selector), selector)

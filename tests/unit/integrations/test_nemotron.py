@@ -160,7 +160,6 @@ def test_keys_with_what_they_ask_for(read):
     assert "runtime_env" in _ignored(reading)["pip_extras"]
     meant = "The key is not known; the nearest known one is gpus_per_node."
     assert _ignored(reading)["gpu_per_node"] == meant
-    assert "ray_address" in read(_team()).no_cluster
 
 
 @pytest.mark.parametrize(
