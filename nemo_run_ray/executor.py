@@ -179,7 +179,7 @@ class RayExecutor(Executor):
             return self.cluster
         if self.cluster is not None or self.address is not None:
             return None
-        return next((os.environ[name] for name in FILE_VARIABLES if os.environ.get(name)), None)
+        return next(filter(None, map(os.environ.get, FILE_VARIABLES)), None)
 
     def clone(self) -> "RayExecutor":
         # NeMo-Run adds this copy to an experiment. Fiddle, which makes it, would show all fields
@@ -194,14 +194,7 @@ class RayExecutor(Executor):
             refuse_credentials(what, variables)
 
     def check(self, role: str = "") -> None:
-        """Check every field; called again before a submission, since fields can be assigned.
-
-        Args:
-            role: its name in a group, for the message.
-
-        Raises:
-            ConfigError: the first field that is wrong.
-        """
+        """Check every field; called again before a submission, since fields can be assigned."""
         cluster, address = self.cluster, self.address
         is_name = isinstance(cluster, str) and cluster.strip() and "://" not in cluster
         try:
@@ -275,7 +268,7 @@ class RayExecutor(Executor):
             executor.check(executor.role or str(number))
         cluster_of_roles(executors)
         first, roles = executors[0], [executor.resolved() for executor in executors]
-        limits = [role.max_in_flight for role in roles if role.max_in_flight is not None]
+        limits = filter(None, (role.max_in_flight for role in roles))
         sizes = [role.keep_logs_max_bytes for role in roles]
         merged = cls(
             # Names stay names: they are resolved when the group is launched.
@@ -286,7 +279,7 @@ class RayExecutor(Executor):
             retries=max((role.retries for role in roles if not role.service), default=0),
             permanent_exit_codes=sorted({c for role in roles for c in role.permanent_exit_codes}),
             max_in_flight=min(limits, default=None),
-            time_s=max((role.time_s for role in roles if role.time_s is not None), default=None),
+            time_s=max(filter(None, (role.time_s for role in roles)), default=None),
             keep_logs_max_bytes=None if None in sizes else max(filter(None, sizes), default=0),
             dependencies=list(dict.fromkeys(one for role in roles for one in role.dependencies)),
             experiment_id=first.experiment_id,

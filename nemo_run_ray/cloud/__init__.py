@@ -201,14 +201,7 @@ class SourcePackager(Packager):
     scripts: Sequence[str] = ()
 
     def package(self, path: Path, job_dir: str, name: str) -> str:
-        """Write the archive.
-
-        Returns:
-            Its path, ``<job_dir>/<name>.tar.gz``.
-
-        Raises:
-            TransportError: the source code cannot be read.
-        """
+        """Write the archive, ``<job_dir>/<name>.tar.gz``."""
         target = os.path.join(job_dir, f"{name}.tar.gz")
         if not os.path.exists(target):
             tree = collect(

@@ -6,7 +6,6 @@ waits for another: each unpacks into a folder of its own and renames it.
 
 import base64
 import contextlib
-import glob
 import hashlib
 import io
 import json
@@ -16,7 +15,6 @@ import signal
 import sys
 import tarfile
 import tempfile
-import time
 from typing import Any, Dict, List, Mapping
 
 PREFIX = "_NEMO_RUN_RAY_SRC_"
@@ -41,10 +39,6 @@ def unpack(packed: bytes, tree: str) -> None:
     """Unpack the tree, which is whole from the moment that it has its name."""
     folder, name = os.path.split(tree)
     os.makedirs(folder, exist_ok=True)
-    for other in glob.glob(os.path.join(glob.escape(folder), ".src-*")):
-        with contextlib.suppress(OSError):  # another pod was faster
-            if time.time() - os.stat(other).st_mtime > 86400:  # seconds: of a pod that died
-                shutil.rmtree(other)
     own = tempfile.mkdtemp(prefix=f".{name}.", dir=folder)
     try:
         os.chmod(own, 0o755)

@@ -248,14 +248,7 @@ def check_source(
     size: int | None = None,
     limit: int = _SIZE_MAX_BYTES,
 ) -> None:
-    """Refuse source code that is too large.
-
-    Args:
-        sizes: of the files, by name.
-        where: it would be sent from, or to.
-        what: has the size.
-        size: in bytes; without it that of all files.
-        limit: what the size may be.
+    """Refuse source code that is too large: its files, or ``what`` has the size in bytes.
 
     Raises:
         SourceTooLarge: it is larger; the message has the limit, the size and the largest files.
@@ -314,8 +307,7 @@ def list_files(
     Args:
         root: the folder, in a repository or not; all names are paths relative to it, with ``/``.
         starts: the paths to list; ``"."`` is the root.
-        exclude: patterns of names, or of paths below the root, of what is not sent.
-        left_out: patterns of names of what is not sent unless git tracks it.
+        exclude: patterns of what is not sent; ``left_out`` those of what git does not track.
 
     Returns:
         The files and links that are sent, and the files and folders that ``.gitignore`` keeps here.
@@ -358,9 +350,9 @@ def list_files(
         if not is_folder:
             files.add(name)
         elif (path / ".git").exists():  # a repository answers for itself
-            inner = list_files(path, ["."], (), left_out)
-            files |= {f"{name}/{one}" for one in inner[0]}
-            ignored |= {f"{name}/{one}" for one in inner[1]}
+            inner, kept = list_files(path, ["."], (), left_out)
+            files |= {f"{name}/{one}" for one in inner}
+            ignored |= {f"{name}/{one}" for one in kept}
     return {name for name in files if not matches(name, exclude)}, ignored
 
 

@@ -39,13 +39,7 @@ _ABSENT = object()
 
 
 class Edit(NamedTuple):
-    """One attribute to replace.
-
-    Attributes:
-        owner: the class or module that gets it.
-        name: of the attribute.
-        value: the new one.
-    """
+    """One attribute of a class or a module, and its new value."""
 
     owner: Any
     name: str
@@ -94,9 +88,6 @@ class Patch(ABC):
     def apply(self) -> Callable[[], bool]:
         """Apply it, if it is needed and not applied yet.
 
-        Returns:
-            ``undo``.
-
         Raises:
             UnsupportedNemoRun: a target is not as the patch knows it. Nothing was changed.
         """
@@ -112,11 +103,9 @@ class Patch(ABC):
         return self.undo
 
     def undo(self) -> bool:
-        """Put everything back as it was, unless another program has put something on top.
+        """Put everything back as it was, and return whether it is off now.
 
-        Returns:
-            Whether the patch is off now. ``False`` means that a patch of another program lies on
-            top of this one; then nothing is changed, and a warning names it.
+        ``False`` means that another program's patch lies on top: a warning names it.
         """
         covered = self._covered()
         if covered:
@@ -133,14 +122,9 @@ class Patch(ABC):
         return f"applied, covered at {covered}" if covered else "applied"
 
     def wrapped(self, owner: type, name: str, wrap: Callable[[Any], Any], digest: str = "") -> Edit:
-        """The edit that wraps or replaces a function of a class.
+        """The edit that wraps a function of a class, which may be another package's wrapper.
 
-        Args:
-            owner: the class.
-            name: of the function.
-            wrap: makes the new function of the one that the class holds, which may be another
-                package's wrapper.
-            digest: by ``digest_of``, where the patch replaces the body.
+        Where the patch replaces the body, that has the ``digest`` of ``digest_of``.
 
         Raises:
             UnsupportedNemoRun: the function is missing, or has another body.
@@ -151,11 +135,7 @@ class Patch(ABC):
         return Edit(owner, name, wrap(vars(owner)[name]))
 
     def must(self, holds: bool, target: str) -> None:
-        """Guard of a subclass: refuse when a target is not as expected.
-
-        Raises:
-            UnsupportedNemoRun: it is not.
-        """
+        """Guard of a subclass: raise ``UnsupportedNemoRun`` when a target is not as expected."""
         if not holds:
             raise UnsupportedNemoRun(
                 f"The patch {self.name} does not know {target} of NeMo-Run {version('nemo-run')}; "
@@ -189,11 +169,7 @@ def digest_of(owner: type, name: str) -> str:
 
 
 def patch(name: str) -> Patch:
-    """The patch of a name.
-
-    Raises:
-        PatchError: there is no patch of that name.
-    """
+    """The patch of a name; ``PatchError`` when there is none."""
     if name not in MODULES:
         raise PatchError(f"There is no patch {name!r}; there are {', '.join(MODULES)}.")
     return importlib.import_module(MODULES[name]).PATCH  # type: ignore[no-any-return]

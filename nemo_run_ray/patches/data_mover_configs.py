@@ -46,10 +46,11 @@ class DataMoverConfigsPatch(Patch):
             self.wrapped(DGXCloudExecutor, command, lambda _: _script, "a4c7e92b458bf91c"),
         ]
         if hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS"):  # it sends what is longer file by file
-            move = self.wrapped(
-                DGXCloudExecutor, "move_data", lambda _: _move_data, "6b8713a91c09a29d"
+            edits.append(
+                self.wrapped(
+                    DGXCloudExecutor, "move_data", lambda _: _move_data, "6b8713a91c09a29d"
+                )
             )
-            edits.append(move)
         return edits
 
 

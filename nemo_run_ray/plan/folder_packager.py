@@ -68,11 +68,7 @@ class FolderPackager(Packager):
         return f"{'the zip' if self._is_zip else 'the folder'} {self.path}"
 
     def check_path(self) -> None:
-        """Check that there is something to send.
-
-        Raises:
-            ConfigError: there is neither a folder nor a zip of this path.
-        """
+        """Raise a ``ConfigError`` when there is neither a folder nor a zip of this path."""
         if not os.path.isdir(self.path) and not self._is_zip:
             found = "is no zip" if os.path.exists(self.path) else "does not exist"
             raise ConfigError(

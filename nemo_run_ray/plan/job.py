@@ -58,12 +58,8 @@ class JobPlan:
     """One job, ready to be given addresses and sent.
 
     Attributes:
-        job: its name in NeMo-Run.
-        submission_id: its name on the cluster.
-        spec: what the node is told.
         executor: with the values of its cluster file, and without what the spec sees to itself.
         reservation: the parts of Ray's job request that say what to reserve.
-        runtime_env: the user's, to which the archives are added.
         packagers: of the roles whose code is sent, by the role's name.
         secret_places: by name, the other variables or files that hold the values of secrets.
         after: names of the experiment's jobs on this cluster that must have succeeded.
@@ -152,13 +148,7 @@ class JobPlan:
     def dispatched(
         self, body: dict[str, Any], outside: Sequence[OutsideSpec], dispatcher: str
     ) -> DispatchedJobSpec:
-        """The job as a dispatcher gets it.
-
-        Args:
-            body: of its first attempt's request.
-            outside: the jobs behind ``outside``.
-            dispatcher: id of the dispatcher.
-        """
+        """The job as a dispatcher gets it, with the body of its first attempt's request."""
         metadata = {
             **body["metadata"],
             DISPATCHER_KEY: dispatcher,
@@ -288,10 +278,8 @@ def entrypoint(
             (one may be the shim of a version manager that has no version), and ``remote/start.py``
             looks for another one if that does not serve.
         arguments: the kind of the job, and what ``remote/__main__.py`` gets behind it.
-        pythons: interpreters that are tried first.
-        again: a condition for the exit code; while it is fulfilled, the program is started again.
-        starts: how often at most.
-        note: a command before that.
+        again: a condition for the exit code; while it is fulfilled, the program is started again,
+            after ``note``, up to ``starts`` times.
     """
     found, find = "" if python is None else shlex.quote(python), ""
     if python is None:
@@ -309,10 +297,7 @@ def entrypoint(
 def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str) -> str:
     """The shell line of a dispatcher: killed by a signal, it is started again.
 
-    Args:
-        pythons: interpreters that the jobs name, tried first; they may not be on the head.
-        submission_id: of the dispatcher.
-        nonce: of the dispatch.
+    The interpreters that the jobs name are tried first; they may not be on the head.
     """
     killed = "the dispatcher was killed (exit code $code) and is started again"
     note = f'echo "nemo_run_ray| {killed}"; '
@@ -324,12 +309,7 @@ def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str
 
 
 def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
-    """The request for people, as a dry run prints it. Secrets are named, never shown.
-
-    Args:
-        cluster: the cluster in words.
-        uploads: what would be uploaded, in words.
-    """
+    """The request for people, as a dry run prints it. Secrets are named, never shown."""
     spec, executor = planned.spec, planned.executor
     limits = ("retries", "permanent_exit_codes", "max_in_flight", "pending_timeout_s", "time_s")
     rows: list[tuple[str, Any]] = [

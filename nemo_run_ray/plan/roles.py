@@ -132,22 +132,58 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
             own.check(role_name(role, own))
             # What plug-ins set on the group's executor is in role.env already.
             role = with_launcher(replace(role, env={**own.env_vars, **role.env}), own)
-        spec = _role_spec(role, own)
-        if not is_of_group and own.strategy == "STRICT_PACK":
+        name = role_name(role, own)
+        if not _ROLE.fullmatch(name):
             raise ConfigError(
-                f"RayExecutor.strategy of the role {spec.name!r} is 'STRICT_PACK'; one node for "
+                f"The role {name!r} cannot have this name; allowed are up to {ROLE_MAX} letters, "
+                "digits, '_', '.' and '-'. Set RayExecutor.role."
+            )
+        ready = None if own.ready is None else own.ready.spec()
+        if ready and not own.service:
+            raise ConfigError(
+                f"RayExecutor.ready of the role {name!r} is {own.ready!r}, but the role is no "
+                "service, so nothing waits for it; set service=True or leave ready out."
+            )
+        if ready and isinstance(ready.port, str) and ready.port not in own.ports:
+            raise ConfigError(
+                f"RayExecutor.ready of the role {name!r} asks the port {ready.port!r}, which is "
+                f"none of its ports ({', '.join(own.ports) or 'it has none'}); add it to "
+                "RayExecutor.ports."
+            )
+        spread = "" if is_of_group else own.strategy
+        if spread == "STRICT_PACK":
+            raise ConfigError(
+                f"RayExecutor.strategy of the role {name!r} is 'STRICT_PACK'; one node for "
                 "all replicas is for all roles of a group or for none. Give it to all of them, or "
                 "bind the role to a node by label_selector."
             )
-        if not is_of_group and own.strategy in _SPREADS and spec.replicas > 1:
-            spec = spec._replace(spread=own.strategy)
-        key = env_key(spec.name)
+        key = env_key(name)
         if key in roles:
             raise ConfigError(
-                f"The roles {roles[key].name!r} and {spec.name!r} of the group would share the "
+                f"The roles {roles[key].name!r} and {name!r} of the group would share the "
                 f"variable NEMO_RUN_{key}_HOST; give each a RayExecutor.role of its own."
             )
-        roles[key] = spec
+        launcher = own.get_launcher()
+        launched = has_torchrun(own)
+        several = own.nodes * own.ntasks_per_node > 1
+        spec = one_process(role, own)
+        if several and launched and launcher.rdzv_port == type(launcher)().rdzv_port:
+            # NeMo-Run's default is the same for all: two jobs on a node would meet there. Instead
+            # comes a port that is free on the node.
+            head = "$NEMO_RUN_HEAD_NODE_IP:"
+            new = {f"{head}{launcher.rdzv_port}": f"{head}$NEMO_RUN_RDZV_PORT"}
+            argv = tuple(new.get(word, word) for word in spec.task.argv)
+            spec = spec._replace(task=spec.task._replace(argv=argv))
+        roles[key] = spec._replace(
+            replicas=own.nodes,
+            processes=1 if launched else own.ntasks_per_node,
+            ranked=several and not launched,
+            service=own.service,
+            restarts=own.retries,
+            ports={**own.ports, **({RENDEZVOUS: 0} if several else {})},
+            ready=ready,
+            spread=spread if spread in _SPREADS and own.nodes > 1 else "",
+        )
     if all(role.service for role in roles.values()):
         names = ", ".join(sorted(role.name for role in roles.values()))
         raise ConfigError(
@@ -167,11 +203,7 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
 
 
 def packagers(app: AppDef, executor: RayExecutor) -> dict[str, Packager]:
-    """The packager of every role that ships code, by the role's name.
-
-    Raises:
-        ConfigError: there is nothing where a FolderPackager expects it.
-    """
+    """The packager of every role that ships code, by the role's name."""
     found = {}
     for role, own in zip(app.roles, _executors(app, executor), strict=True):
         packager = _code_packager(own)
@@ -219,47 +251,6 @@ def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
 def role_name(role: Role, executor: RayExecutor) -> str:
     """The name that the user gave, or else NeMo-Run's."""
     return executor.role or str(role.name)
-
-
-def _role_spec(role: Role, executor: RayExecutor) -> RoleSpec:
-    name = role_name(role, executor)
-    if not _ROLE.fullmatch(name):
-        raise ConfigError(
-            f"The role {name!r} cannot have this name; allowed are up to {ROLE_MAX} letters, "
-            "digits, '_', '.' and '-'. Set RayExecutor.role."
-        )
-    ready = None if executor.ready is None else executor.ready.spec()
-    if ready and not executor.service:
-        raise ConfigError(
-            f"RayExecutor.ready of the role {name!r} is {executor.ready!r}, but the role is no "
-            "service, so nothing waits for it; set service=True or leave ready out."
-        )
-    if ready and isinstance(ready.port, str) and ready.port not in executor.ports:
-        raise ConfigError(
-            f"RayExecutor.ready of the role {name!r} asks the port {ready.port!r}, which is none "
-            f"of its ports ({', '.join(executor.ports) or 'it has none'}); add it to "
-            "RayExecutor.ports."
-        )
-    launcher = executor.get_launcher()
-    launched = has_torchrun(executor)
-    several = executor.nodes * executor.ntasks_per_node > 1
-    spec = one_process(role, executor)
-    if several and launched and launcher.rdzv_port == type(launcher)().rdzv_port:
-        # NeMo-Run's default is the same for all: two jobs on a node would meet there. Instead
-        # comes a port that is free on the node.
-        head = f"${executor.macro_values().head_node_ip_var}"
-        rendezvous = f"{head}:{launcher.rdzv_port}"
-        argv = (f"{head}:$NEMO_RUN_RDZV_PORT" if w == rendezvous else w for w in spec.task.argv)
-        spec = spec._replace(task=spec.task._replace(argv=tuple(argv)))
-    return spec._replace(
-        replicas=executor.nodes,
-        processes=1 if launched else executor.ntasks_per_node,
-        ranked=several and not launched,
-        service=executor.service,
-        restarts=executor.retries,
-        ports={**executor.ports, **({RENDEZVOUS: 0} if several else {})},
-        ready=ready,
-    )
 
 
 def one_process(role: Role, executor: RayExecutor) -> RoleSpec:
@@ -369,11 +360,7 @@ _OF_ROLES = (
 
 
 def refuse_fields(executor: RayExecutor, names: Sequence[str], why: str) -> None:
-    """Refuse fields that would do nothing.
-
-    Raises:
-        ConfigError: one of them has another value than its default.
-    """
+    """Refuse fields that would do nothing: each has its default."""
     plain = RayExecutor()
     for name in names:
         value = getattr(executor, name)

@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import io
 import json
 import os
 import random
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.cloud import DGXCLOUD_CHARS, encode, pod
-from nemo_run_ray.cloud.source import File, Link, write_tar
+from nemo_run_ray.cloud.source import File, Link
 from tests.cloud.pods import expand
 
 TREE = {
@@ -173,19 +172,6 @@ def test_a_full_disk(tmp_path):
     assert len(done.stderr.splitlines()) == 1
     assert "No space left on device" in done.stderr
     assert done.stdout == ""
-
-
-def test_folders_of_pods_that_died_go_after_a_day(tmp_path):
-    old, fresh = tmp_path / ".src-x.old", tmp_path / ".src-x.fresh"
-    for one in (old, fresh):
-        one.mkdir()
-        (one / "half").touch()
-    os.utime(old, (1, 1))
-    empty = io.BytesIO()
-    write_tar(empty, ())
-    pod.unpack(empty.getvalue(), str(tmp_path / "src-x"))
-    assert not old.exists()
-    assert fresh.exists()
 
 
 def test_the_program_fits_into_one_variable_and_is_for_older_pythons_too():
