@@ -98,15 +98,7 @@ class Unreachable(ClusterError): ...
 
 
 class Unanswered(Unreachable):
-    """No usable answer this time; the same request may be answered later.
-
-    Attributes:
-        after_s: seconds until then, as the answer says.
-    """
-
-    def __init__(self, text: str, after_s: float = 0.0) -> None:
-        super().__init__(text)
-        self.after_s = after_s
+    """No usable answer this time; the same request may be answered later."""
 
 
 class StreamCut(ClusterError): ...

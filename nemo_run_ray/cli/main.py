@@ -47,7 +47,7 @@ from nemo_run_ray.experiment.job import (
     note_ends,
     record,
 )
-from nemo_run_ray.experiment.logs import last_lines, lines, of_element, only
+from nemo_run_ray.experiment.logs import last_lines, lines, only
 from nemo_run_ray.experiment.store import (
     did_you_mean,
     experiments,
@@ -276,9 +276,8 @@ def logs(
     def text(one: RemoteJob) -> Iterator[str]:
         def read(is_followed: bool) -> Iterator[str]:
             found = one.log(is_followed) if raw else one.output(is_followed)
-            if element is not None:
-                found = of_element(element, lines(found))
-            return only(role, lines(found)) if role else found
+            who = role or ("" if element is None else str(element))
+            return only(who, lines(found)) if who else found
 
         return read(follow) if tail is None else last_lines(read, tail, follow)
 

@@ -24,7 +24,6 @@ from nemo_run_ray.experiment.job import (
     failure_lines,
     jobs_of,
     not_ready,
-    with_begin_times,
 )
 from nemo_run_ray.experiment.store import experiments, store_of
 from nemo_run_ray.nemo import registry
@@ -85,7 +84,7 @@ class StatusReport:
         """Add to the rows what takes longer to find out: when attempts began, or were seen last."""
 
         def complete(job: RemoteJob, row: Row) -> None:
-            seen = with_begin_times(job, job.attempts_in(self.snapshot)).values()
+            seen = job.with_begin_times(job.attempts_in(self.snapshot)).values()
             for attempt, record in zip(row["attempts"], seen, strict=True):
                 attempt["running_at"] = record.running_at
                 if attempt["state"] == JobState.LOST.value:

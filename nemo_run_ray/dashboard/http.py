@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import random
 import re
 import ssl
@@ -29,7 +28,7 @@ from nemo_run_ray.errors import (
     Unauthorised,
     Unreachable,
 )
-from nemo_run_ray.remote.dashboard import is_passing, last_line
+from nemo_run_ray.remote.dashboard import ANSWER_MAX_BYTES, is_passing, last_line
 
 #: Seconds until a connection stands, until an answer has come, and the same of a request that Ray
 #: works on before it answers.
@@ -37,29 +36,14 @@ CONNECT_S, READ_S, SLOW_S = 4.0, 10.0, 60.0
 #: Size limit of a request to Ray's dashboard (DASHBOARD_CLIENT_MAX_SIZE); one byte more
 #: is answered with 413. Measured on Ray 2.60: 99 MiB pass, 101 MiB do not.
 UPLOAD_MAX_BYTES = 100 * 1024**2
-#: Size limit of an answer. The largest one is the job table, with 20,000 characters of the log of
-#: each job that failed.
-ANSWER_MAX_BYTES = 256 * 1024**2
 #: Errors of reading an answer that has another form than Ray's.
-MALFORMED = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    ArithmeticError,
-    RecursionError,
-)
+MALFORMED = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 #: Seconds until a wait notices Ctrl-C, and until a line says what is waited for.
 _NOTICE_S, SAY_S = 0.2, 10.0
-#: Reasons that asking again does not change, and the next steps.
-_LASTING = {
-    "CERTIFICATE_VERIFY_FAILED": "Renew the certificate, or give its CA: "
-    "ExistingCluster(url, verify='ca.pem').",
-    "WRONG_VERSION_NUMBER|record layer failure": "No TLS is spoken there: try http:// in the "
-    "address.",
-    "^the answer": "Is it a Ray dashboard, and does a proxy before it compress?",
-}
+#: Causes that asking again does not change.
+_LASTING = re.compile(
+    "CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER|record layer failure|^the answer", re.I
+)
 #: A proxy's address.
 _PROXY = re.compile(
     r"https?://([^@/]*:[^@/]*@)?([\w.-]+|\[[\w.:]+\])(:\d{0,4}|:[1-6]\d{4})?/?", re.ASCII
@@ -69,11 +53,9 @@ log = logging.getLogger(__name__)
 
 
 class Cached(Generic[_T]):
-    """The last answer to a question, for all callers of a process; a failure is an answer too.
+    """The last answer to a question, which serves all callers of a process for ``age_s`` seconds.
 
-    Args:
-        ask: asks once.
-        age_s: seconds that an answer serves.
+    A failure is an answer too.
     """
 
     def __init__(self, ask: Callable[[], _T], age_s: float) -> None:
@@ -84,11 +66,7 @@ class Cached(Generic[_T]):
         self._answer: Future[_T] = Future()
 
     def get(self, fresh: bool = False) -> _T:
-        """The answer; a fresh one was asked for after this call. Threads share a request.
-
-        Raises:
-            NemoRunRayError: what asking raised.
-        """
+        """The answer; a fresh one was asked for after this call. Threads share a request."""
         oldest = time.monotonic() - (0.0 if fresh else self._age_s)
         with self._lock:
             if self._asked_at < oldest:
@@ -115,18 +93,12 @@ class Http:
         self.dashboard = dashboard
         #: The proxy of every request and every WebSocket.
         self.proxy = None if dashboard.is_loopback else proxy_of(dashboard.url)
-        self._tls = tls(dashboard.verify)
+        self.tls = tls(dashboard.verify)
 
     def request(
         self, method: str, path: str, limit_s: float = READ_S, **content: Any
     ) -> httpx.Response:
-        """The answer to one request, whatever it is.
-
-        Args:
-            method: of HTTP.
-            path: behind the dashboard's address.
-            limit_s: seconds from the beginning of the request to the end of the answer.
-            content: what httpx sends: ``json``, ``content`` or ``params``.
+        """The answer to one request, whatever it is, as for ``answer``.
 
         Raises:
             Unanswered: no answer came.
@@ -134,7 +106,7 @@ class Http:
             ClusterError: Ctrl-C has ended the wait.
         """
         try:
-            with self._answer(method, path, limit_s, **content) as response:
+            with self.answer(method, path, limit_s, **content) as response:
                 return response
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
@@ -157,27 +129,23 @@ class Http:
             raise self.not_ray(response)
         return response
 
-    def stream(
-        self, path: str, limit_s: float, params: dict[str, str]
-    ) -> contextlib.AbstractContextManager[httpx.Response]:
-        """The answer to a question, to be read piece by piece. Raises what httpx raises.
-
-        Args:
-            path: behind the dashboard's address.
-            limit_s: seconds until the answer begins, and from one piece to the next.
-            params: of the request.
-        """
-        return self._answer("GET", path, limit_s, is_stream=True, params=params)
-
     @contextlib.contextmanager
-    def _answer(
+    def answer(
         self, method: str, path: str, limit_s: float, is_stream: bool = False, **content: Any
     ) -> Iterator[httpx.Response]:
         """The answer, by a thread that can be left, as long as its connection stands.
 
         The time limits of sockets begin anew with every byte, and no signal reaches a thread. Each
         request has a connection of its own, so that it can be given up. The transport follows no
-        redirect, and logs nothing: NeMo-Run would show each request.
+        redirect, and logs nothing: NeMo-Run would show each request. It raises what httpx raises.
+
+        Args:
+            method: of HTTP.
+            path: behind the dashboard's address.
+            limit_s: seconds from the beginning of the request to the end of the answer; of a
+                stream until it begins, and from one piece to the next.
+            is_stream: the answer is read piece by piece.
+            content: what httpx sends: ``json``, ``content`` or ``params``.
         """
         limits = {"connect": CONNECT_S, "read": limit_s, "write": limit_s, "pool": limit_s}
         request = httpx.Request(
@@ -188,7 +156,7 @@ class Http:
             extensions={"timeout": limits},
             **content,
         )
-        transport = httpx.HTTPTransport(verify=self._tls, proxy=self.proxy, trust_env=False)
+        transport = httpx.HTTPTransport(verify=self.tls, proxy=self.proxy, trust_env=False)
         answer: Future[httpx.Response] = Future()
         is_left = threading.Event()
 
@@ -214,7 +182,7 @@ class Http:
         deadline = time.monotonic() + limit_s
         try:
             while not answer.done():
-                check_interrupted(f"the answer of {self.dashboard.url} to {method} {path}")
+                pause(0, f"the answer of {self.dashboard.url} to {method} {path}")
                 wait([answer], _NOTICE_S)
                 if time.monotonic() > deadline and not answer.done():
                     raise httpx.ReadTimeout(f"timed out after {limit_s:g} s")
@@ -227,11 +195,7 @@ class Http:
         return f"{self.dashboard.url}{path}"
 
     def read(self, response: httpx.Response, parse: Callable[[Any], _T]) -> _T:
-        """The parsed JSON of an answer.
-
-        Raises:
-            Unreachable: it has not the form of Ray's.
-        """
+        """The parsed JSON of an answer; an error when it has not the form of Ray's."""
         try:
             return parse(response.json())
         except MALFORMED as error:
@@ -245,21 +209,18 @@ class Http:
         if why_dead:  # there is no need to ask again
             return Unreachable(why_dead)
         cause = str(error).rstrip(".") or type(error).__name__
-        lasting = (step for why, step in _LASTING.items() if re.search(why, cause, re.IGNORECASE))
-        step = next(lasting, "")
-        kind = Unreachable if step else Unanswered
-        step = step or "Check the address, and that the cluster and any tunnel to it are up."
-        return kind(f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. {step}")
+        kind = Unreachable if _LASTING.search(cause) else Unanswered
+        return kind(
+            f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. Check the "
+            "address, whether it is https:// or http://, that the cluster and any tunnel to it are "
+            "up, and for a CA of its own ExistingCluster(url, verify='ca.pem')."
+        )
 
     def unanswered(self, response: httpx.Response, what: str) -> Unanswered:
         """The error for an answer that is none of Ray's, or says that Ray cannot answer now."""
-        after = response.headers.get("retry-after", "")
-        after_s = float(after) if re.fullmatch(r"[0-9]{1,9}", after) else 0.0
-        later = f"in {after_s:.0f} s" if after_s else "later"
         return Unanswered(
             f"{self.dashboard.url} answered {response.status_code} to {what}: "
-            f"{last_line(response.content)}. Look at the dashboard's log, or try again {later}.",
-            after_s,
+            f"{last_line(response.content)}. Look at the dashboard's log, or try again later."
         )
 
     def not_ray(self, response: httpx.Response) -> Unreachable:
@@ -294,63 +255,44 @@ class Http:
 def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
     """Ask again for some seconds while there is no answer.
 
-    The pauses grow and differ, so that many clients do not ask at the same moments.
-
-    Args:
-        ask: asks once.
-        patience_s: seconds.
-        what: the object of the wait, for a line that says it; empty where somebody else does.
+    The pauses grow and differ, so that many clients do not ask at the same moments. When it takes
+    long, one line says what is waited for, and the last trouble.
     """
-    deadline = time.monotonic() + patience_s
-    with waiting_for(what) if what and patience_s > 0 else contextlib.nullcontext():
-        most_s = 0.2
+    deadline, most_s, trouble = time.monotonic() + patience_s, 0.2, ""
+
+    def say() -> None:
+        log.warning("%s", f"Waiting for {what} since {SAY_S:.0f} s. {trouble}".rstrip())
+
+    timer = threading.Timer(SAY_S, say)
+    timer.daemon = True
+    if what and patience_s > 0:
+        with contextlib.suppress(RuntimeError):  # none can be started when the program ends
+            timer.start()
+    try:
         while True:
             try:
                 return ask()
             except Unanswered as error:
-                pause_s = max(random.uniform(0, most_s), error.after_s)
+                trouble = str(error)
+                pause_s = random.uniform(0, most_s)
                 if time.monotonic() + pause_s >= deadline:
                     raise
             pause(pause_s)
             most_s = min(2 * most_s, 3.0)
-
-
-@contextlib.contextmanager
-def waiting_for(what: str, why: Callable[[], str] = str) -> Iterator[None]:
-    """Say once what is waited for, and the last trouble, when the block takes long."""
-
-    def say() -> None:
-        log.warning("%s", f"Waiting for {what} since {SAY_S:.0f} s. {why()}".rstrip())
-
-    timer = threading.Timer(SAY_S, say)
-    timer.daemon = True
-    with contextlib.suppress(RuntimeError):  # none can be started when the program ends
-        timer.start()
-    try:
-        yield
     finally:
         timer.cancel()
 
 
-def check_interrupted(what: str) -> None:
-    """End a wait after Ctrl-C, which only the main thread sees.
-
-    Args:
-        what: the object of the wait, for the error.
+def pause(seconds: float, what: str = "the cluster's next answer") -> None:
+    """Sleep while waiting for something, until Ctrl-C at most, which only the main thread sees.
 
     Raises:
         ClusterError: Ctrl-C was pressed, and this is another thread.
     """
-    if interrupted.is_set() and threading.current_thread() is not threading.main_thread():
-        raise ClusterError(f"Interrupted while waiting for {what}.")
-
-
-def pause(seconds: float) -> None:
-    """Sleep, until Ctrl-C at most."""
     if threading.current_thread() is threading.main_thread():
         time.sleep(seconds)
     elif interrupted.wait(seconds):
-        check_interrupted("the cluster's next answer")
+        raise ClusterError(f"Interrupted while waiting for {what}.")
 
 
 def _whole(response: httpx.Response) -> httpx.Response:
@@ -371,11 +313,7 @@ def _whole(response: httpx.Response) -> httpx.Response:
 
 
 def proxy_of(url: str) -> str | None:
-    """The address of the proxy before a dashboard, as the variables of the environment name it.
-
-    Raises:
-        ConfigError: the proxy cannot be used.
-    """
+    """The address of the proxy before a dashboard, as the variables of the environment name it."""
     front, proxies = urlsplit(url), getproxies()
     name = next((name for name in (front.scheme, "all") if name in proxies), None)
     if name is None or proxy_bypass(front.netloc) or proxy_bypass(front.hostname or ""):
@@ -383,21 +321,15 @@ def proxy_of(url: str) -> str | None:
     address = proxies[name] if "://" in proxies[name] else f"http://{proxies[name]}"
     if _PROXY.fullmatch(address):
         return address
-    variable = f"{name}_proxy"
     raise ConfigError(
-        f"The variable {variable if variable in os.environ else variable.upper()} names a proxy "
-        f"that cannot be used for {url}; expected "
+        f"The variable {name}_proxy names a proxy that cannot be used for {url}; expected "
         "http:// or https://, with [user:password@]host:port. Correct it, or name the dashboard's "
         "host in NO_PROXY if it needs no proxy."
     )
 
 
 def tls(verify: bool | str) -> ssl.SSLContext:
-    """The certificates that a connection trusts.
-
-    Raises:
-        ConfigError: the file holds no certificates.
-    """
+    """The certificates that a connection trusts."""
     try:
         context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
     except (ssl.SSLError, OSError) as error:

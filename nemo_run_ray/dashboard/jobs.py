@@ -14,7 +14,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,8 +28,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.clusters.base import text_of
-from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Cached, Http, repeat, tls
-from nemo_run_ray.dashboard.state import AliveNodes, StateApi
+from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Cached, Http, repeat
+from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.errors import (
     ClusterError,
     JobError,
@@ -38,7 +37,6 @@ from nemo_run_ray.errors import (
     StreamCut,
     SubmissionError,
     Taken,
-    Unanswered,
     Unauthorised,
     Unreachable,
 )
@@ -46,7 +44,7 @@ from nemo_run_ray.remote.dashboard import LOG_FILE, is_passing, last_line, log_q
 from nemo_run_ray.remote.end_record import LostEnds
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.spec import JobRow, JobRows, job_row, job_rows
-from nemo_run_ray.remote.status import JobState, is_active, is_pending, is_running, state_of_row
+from nemo_run_ray.remote.status import JobState, is_active, state_of_row
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
@@ -61,29 +59,21 @@ _INSPECT_S = 4.0
 _UPLOAD_S, _UPLOAD_AGAIN_S = 600.0, 60.0
 #: Seconds between two looks for orphans.
 _WAKE_AGAIN_S = 20.0
-#: Seconds that a job may be about to start before it may be an orphan.
-_PENDING_LONG_S = 30.0
 #: A label that Ray's job manager refuses after it has looked at all jobs, before it takes the id.
 _REFUSED_LABEL = {"no label": "wake"}
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
 _MESSAGE_MAX_BYTES = 8 * 1024**2
 #: Seconds that a log stream gets for its close. Ray reads nothing on that socket and never answers.
 _CLOSE_S = 0.1
-#: Seconds of a log stream's silence until the job is looked at, from the first time on which an
-#: unanswered look counts, and until the stream is given up. On a busy head a stream may stand
-#: still, and NeMo-Run waits for a log only until 10 s after the job's end (0.12).
-_LOOK_S, _UNANSWERED_S, _SILENCE_MAX_S = 5.0, 15.0, 300.0
-#: Seconds from one look to the next at a job whose stream has not begun: it may never start.
-_BEGIN_S = 1.0
+#: Seconds of a log stream's silence until the job is looked at, the same before its first text,
+#: which may never come, and until the stream is given up. On a busy head a stream may stand still,
+#: and NeMo-Run waits for a log only until 10 s after the job's end (0.12).
+_LOOK_S, _BEGIN_S, _SILENCE_MAX_S = 5.0, 1.0, 300.0
 #: Seconds that the state API may take for all of a log.
 _READING_MAX_S = "86400"
 #: Answers of a front that passes the Jobs API on and not the state API.
 _CLOSED = {401, 403, 404, 405, 501}
 _T = TypeVar("_T")
-
-
-class _Refused(Exception):
-    """The status of another answer than a WebSocket."""
 
 
 class _Connection(ClientConnection):
@@ -93,16 +83,12 @@ class _Connection(ClientConnection):
         try:
             super().handshake(*args, **kwargs)
         except InvalidStatus as error:
-            raise _Refused(error.response.status_code) from error
+            status = error.response.status_code
+            raise StreamCut(f"HTTP {status}; redirects are not followed") from error
 
 
 class JobsApi:
-    """One dashboard. Thread-safe; all users of a dashboard share one by ``JobsApi.of``.
-
-    Attributes:
-        dashboard: its address.
-        state: what it tells beside the jobs.
-    """
+    """One dashboard. Thread-safe; all users of a dashboard share one by ``JobsApi.of``."""
 
     _shared: ClassVar[dict[tuple[Any, ...], JobsApi]] = {}
     _shared_lock = threading.Lock()
@@ -113,8 +99,7 @@ class JobsApi:
         self._table = Cached(self._rows, TABLE_AGE_S)
         self.state = StateApi(self._http)
         self._ends = LostEnds(self.state.log_end)
-        self._orphans_sought_at = -math.inf
-        self._woken_at = 0.0
+        self._orphans_sought_at = self._woken_at = 0.0
 
     @classmethod
     def of(cls, dashboard: Dashboard) -> JobsApi:
@@ -128,12 +113,7 @@ class JobsApi:
     # ------------------------------------------------------------------ the cluster
 
     def version(self, patience_s: float = PATIENCE_S) -> dict[str, str]:
-        """``ray_version`` and ``session_name`` of the cluster.
-
-        Raises:
-            Unreachable: no answer, or not a Ray dashboard's.
-            Unauthorised: other credentials are wanted.
-        """
+        """``ray_version`` and ``session_name`` of the cluster."""
         what = f"the dashboard {self.dashboard.url}"
         answer = repeat(lambda: self._http.get("/api/version"), patience_s, what)
         found = self._http.read(answer, _version)
@@ -203,21 +183,25 @@ class JobsApi:
 
         Ray's job manager comes to life with the first request to it. Until then jobs whose
         supervisors died with the head, or while it was away, stay RUNNING or PENDING (measured with
-        Ray 2.54 and 2.60 and a fault-tolerant GCS).
+        Ray 2.54 and 2.60 and a fault-tolerant GCS): jobs that are older than the head, if nobody
+        has asked this head for anything yet.
 
         Args:
             rows: our own jobs by submission id: the request names one of them.
         """
-        if time.monotonic() - self._orphans_sought_at < _WAKE_AGAIN_S:
+        now = time.time()
+        active = [row for row in rows.values() if is_active(row)]
+        if not active or now - self._orphans_sought_at < _WAKE_AGAIN_S:
             return False
-        self._orphans_sought_at, now = time.monotonic(), time.time()
-        name = orphan(rows, self.state.alive_nodes, now, self._woken_at)
-        if not name:
+        self._orphans_sought_at = now
+        oldest = min(active, key=lambda row: row.get("start_time") or 0)
+        posted_at = (oldest.get("start_time") or 0) / 1000
+        if max(posted_at, self._woken_at) >= self.state.head_since():
             return False
         # Ray must refuse this twice over: no label is called so, and the id is taken. It reads the
         # label when the job manager has found all jobs again.
         body = {
-            "submission_id": name,
+            "submission_id": oldest["submission_id"],
             "entrypoint": "true",
             "entrypoint_label_selector": _REFUSED_LABEL,
         }
@@ -228,20 +212,11 @@ class JobsApi:
 
     # ------------------------------------------------------------------ logs
 
-    def tail_log(self, submission_id: str, may_begin: Callable[[], bool]) -> Iterator[str]:
+    def tail_log(self, submission_id: str, is_live: Callable[[], bool]) -> Iterator[str]:
         """The log from its first character on, as it grows, by WebSocket.
 
-        The end of the stream means nothing about the job.
-
-        Args:
-            submission_id: of the job.
-            may_begin: asked until the first text comes; a stream that will never begin ends.
-
-        Raises:
-            StreamCut: it was cut off, or could not be opened.
-            Unreachable: nothing listens there.
-            JobError: the cluster has no such job.
-            Unauthorised: other credentials are wanted.
+        The end of the stream means nothing about the job. ``is_live`` is asked when the stream is
+        silent: that of a job that has ended may be dead, which a missing close does not tell.
         """
         path = self.dashboard.earlier.log(submission_id)
         if path is not None:
@@ -254,67 +229,35 @@ class JobsApi:
                 additional_headers=self.dashboard.headers,
                 compression=None,
                 proxy=self._http.proxy,
-                ssl=tls(self.dashboard.verify) if url.startswith("https") else None,
+                ssl=self._http.tls if url.startswith("https") else None,
                 open_timeout=READ_S,
                 close_timeout=_CLOSE_S,
                 ping_interval=None,  # Ray only sends on this socket: it answers no ping
                 max_size=_MESSAGE_MAX_BYTES,
                 create_connection=_Connection,
             ) as stream:
-                yield from self._messages(stream, submission_id, may_begin)
-        except _Refused as error:
-            (status,) = error.args
-            if status == 404:
-                raise self._no_such_job(submission_id) from error
-            kind = Unauthorised if status in (401, 403) else StreamCut
-            raise kind(f"{url}: HTTP {status}; redirects are not followed") from error
+                silent_s, patience_s = 0.0, _BEGIN_S
+                while True:
+                    try:
+                        message = stream.recv(timeout=patience_s)
+                    except TimeoutError:
+                        silent_s += patience_s
+                        if silent_s >= _SILENCE_MAX_S or not is_live():
+                            return
+                        continue
+                    except ConnectionClosedOK:
+                        return
+                    silent_s, patience_s = 0.0, _LOOK_S
+                    yield message if isinstance(message, str) else message.decode(errors="replace")
         except ConnectionRefusedError as error:
             raise self._http.unreachable(httpx.ConnectError(str(error))) from error
         except (WebSocketException, OSError) as error:
             raise StreamCut(f"{url}: {error}") from error
 
-    def _messages(
-        self, stream: ClientConnection, submission_id: str, may_begin: Callable[[], bool]
-    ) -> Iterator[str]:
-        silent_s, has_begun = 0.0, False
-        while True:
-            patience_s = _LOOK_S if has_begun else _BEGIN_S
-            try:
-                message = stream.recv(timeout=patience_s)
-            except TimeoutError:
-                silent_s += patience_s
-                if not has_begun and silent_s < _SILENCE_MAX_S:
-                    if may_begin():
-                        continue
-                    return
-                # The stream may be dead, which a missing close does not tell.
-                try:
-                    row = self.job(submission_id)
-                except Unanswered:
-                    if silent_s < _UNANSWERED_S:  # it may be sound all the same
-                        continue
-                    raise
-                if row is None or not is_active(row) or silent_s >= _SILENCE_MAX_S:
-                    why = f"the log of {submission_id} was silent for {silent_s:.0f} s"
-                    raise StreamCut(why) from None
-                continue
-            except ConnectionClosedOK:
-                return
-            silent_s, has_begun = 0.0, True
-            yield message if isinstance(message, str) else message.decode(errors="replace")
-
     def whole_log(self, submission_id: str) -> Iterator[str]:
         """The log as it is now, piece by piece, whatever its size.
 
         Ray gives none of a job that never started; its message is what there is.
-
-        Args:
-            submission_id: of the job.
-
-        Raises:
-            StreamCut: it broke off.
-            Unreachable: nothing listens there.
-            JobError: the cluster has no such job, or its log is too large for the Jobs API.
         """
         path = self.dashboard.earlier.log(submission_id)
         if path is not None:
@@ -341,22 +284,16 @@ class JobsApi:
         """The log, or by the Jobs API where a front keeps the state API closed."""
         if node := row.get("driver_node_id"):
             query = {**log_query(node, submission_id, -1), "timeout": _READING_MAX_S}
-            with self._http.stream(LOG_FILE, SLOW_S, query) as response:
+            with self._http.answer(
+                "GET", LOG_FILE, SLOW_S, is_stream=True, params=query
+            ) as response:
                 if response.status_code == 200:
                     yield from decode_text(response.iter_bytes())
                     return
                 if response.status_code not in _CLOSED:
                     raise StreamCut(f"{self._http.url(LOG_FILE)}: HTTP {response.status_code}")
         path = f"{_job_path(submission_id)}/logs"
-        try:
-            response = self._http.get(path, may_be_absent=True, limit_s=SLOW_S)
-        except Unreachable as error:
-            if not isinstance(error.__cause__, httpx.DecodingError):
-                raise
-            raise JobError(
-                f"The log of {submission_id} cannot be read, since {error.__cause__} and "
-                f"{self._http.url(LOG_FILE)} is closed. Let the proxy pass that address on."
-            ) from error
+        response = self._http.get(path, may_be_absent=True, limit_s=SLOW_S)
         if response.status_code == 404:
             raise self._no_such_job(submission_id)
         yield self._http.read(response, lambda answer: str(answer["logs"]))
@@ -417,57 +354,20 @@ def _version(answer: Any) -> dict[str, str]:
     return {name: str(answer[name]) for name in ("ray_version", "session_name")}
 
 
-def orphan(
-    rows: JobRows,
-    alive_nodes: Callable[[], AliveNodes | None],
-    now: float,
-    woken_at: float = 0.0,
-) -> str:
-    """Id of a job that Ray may not look after. Empty if there is none.
-
-    It has been about to start for long, or runs on a node that is gone, or the head has been
-    started after it and nobody has asked this head for anything yet.
-
-    Args:
-        rows: by submission id.
-        alive_nodes: asked when a job runs.
-        now: seconds since the epoch.
-        woken_at: the same, when the job manager was last made to look after all jobs.
-    """
-    alive = alive_nodes() if any(map(is_running, rows.values())) else None
-    for name, row in rows.items():
-        node, posted_at = row.get("driver_node_id"), (row.get("start_time") or 0) / 1000
-        if is_pending(row) and now - posted_at > _PENDING_LONG_S:
-            return name
-        if is_running(row) and alive is not None:
-            is_lost = bool(node) and node not in alive.ids
-            if is_lost or max(posted_at, woken_at) < alive.head_since:
-                return name
-    return ""
-
-
 @dataclass(frozen=True)
 class Inspection:
-    """One look at a cluster.
-
-    Attributes:
-        url: of its dashboard.
-        unreachable: why it cannot be asked at all; empty when it can.
-        unauthorised: why it refuses the credentials; empty when it takes them.
-        version: of its Ray; empty when it is not known.
-        jobs: how many it knows, and how many of these are pending or running; ``None`` when it does
-            not say.
-        nodes: those that live; ``None`` when it does not say.
-        python: version on the head, such as ``3.11.7``; empty when it is not known.
-    """
+    """One look at a cluster. What it does not say is ``None``, or empty."""
 
     url: str
+    #: Why it cannot be asked at all, or refuses the credentials.
     unreachable: str = ""
     unauthorised: str = ""
+    #: The versions of its Ray, and of the Python on its head.
     version: str = ""
+    python: str = ""
+    #: How many it knows, and how many of these are pending or running.
     jobs: tuple[int, int] | None = None
     nodes: tuple[Node, ...] | None = None
-    python: str = ""
 
 
 def inspect(dashboard: Dashboard) -> Inspection:

@@ -10,10 +10,10 @@ import contextlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
 from nemo_run_ray.errors import ClusterError
@@ -21,7 +21,7 @@ from nemo_run_ray.fields import brings_python
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.spec import JobRow, fits, status_file_name
-from nemo_run_ray.remote.status import JobState, JobStatus, Reason, cause_of, file_of
+from nemo_run_ray.remote.status import JobStatus, Reason, cause_of, file_of
 
 #: Seconds until an answer must have come that a status can do without, and of those that explain
 #: why a job waits for room.
@@ -43,10 +43,11 @@ _SUPERVISOR = "_ray_internal_job_actor_"
 _HIDDEN = re.compile(r"node:|object_store_memory$")
 #: The forms of the rows that are read; others are left out.
 _NODE = {
-    **dict.fromkeys(("node_id", "node_name", "node_ip"), str),
+    **dict.fromkeys(("state", "node_id", "node_name", "node_ip"), str),
     "labels": dict[str, str],
     "resources_total": dict[str, float],
 }
+_HEAD = {"is_head_node": bool, "start_time_ms": int}
 _HOLDER = {
     **dict.fromkeys(("node_id", "name", "job_id"), str),
     "required_resources": dict[str, float],
@@ -55,53 +56,38 @@ _GROUP = {
     "creator_job_id": str,
     "bundles": [{"node_id": str, "unit_resources": dict[str, float]}],
 }
-_T = TypeVar("_T")
+_TABLE = {"data": {"result": {"result": list[dict[str, Any]]}}}
 _Rows = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Resources that an actor, a task or a bundle of a placement group holds on one node.
-
-    Attributes:
-        node_id: of the node.
-        submission_id: of the job that Ray started the actor for; empty of a program's own.
-        job_id: Ray's number of the program that made it.
-        resources: by name.
-    """
+    """Resources that an actor, a task or a bundle of a placement group holds on one node."""
 
     node_id: str
+    #: Of the job that Ray started the actor for; empty of a program's own.
     submission_id: str
+    #: Ray's number of the program that made it.
     job_id: str
     resources: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class ClusterRoom:
-    """The nodes that live, and who holds their resources.
-
-    Attributes:
-        nodes: those that live.
-        holdings: of each node, by its id; empty when the cluster does not say.
-    """
+    """The nodes that live, and who holds their resources, by the id of the node."""
 
     nodes: tuple[Node, ...]
     holdings: Mapping[str, Sequence[Holding]] = field(default_factory=dict)
 
 
 def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:
-    """The room of a cluster.
-
-    Args:
-        nodes: rows of ``/api/v0/nodes``.
-        holdings: all of the cluster; ``None`` when it does not say.
-    """
+    """The room of a cluster by its nodes; ``None`` for holdings that it does not tell."""
     by_node: dict[str, list[Holding]] = defaultdict(list)
     for holding in holdings or ():
         by_node[holding.node_id].append(holding)
     living = []
     for row in nodes:
-        if row["state"] == "ALIVE" and fits(row, _NODE):
+        if fits(row, _NODE) and row["state"] == "ALIVE":
             total = free = _amounts(row["resources_total"])
             for holding in by_node[row["node_id"]]:
                 held = holding.resources
@@ -139,19 +125,6 @@ def _amounts(given: Mapping[str, float]) -> dict[str, float]:
     return {name: amount for name, amount in given.items() if not _HIDDEN.match(name)}
 
 
-@dataclass(frozen=True)
-class AliveNodes:
-    """The nodes that live.
-
-    Attributes:
-        ids: of all of them.
-        head_since: seconds since the epoch, when the head's Ray was started; 0 if it is not known.
-    """
-
-    ids: set[str]
-    head_since: float = 0.0
-
-
 class StateApi:
     """The state API of one cluster."""
 
@@ -159,22 +132,15 @@ class StateApi:
         self._http = http
         self._room = Cached(self._ask_room, _AGE_S)
         self._builds = Cached(self._ask_builds, _AGE_S)
-        self._hosts = Cached(self._ask_hosts, _AGE_S)
 
-    def alive_nodes(self) -> AliveNodes | None:
-        """The nodes that live; ``None`` when the cluster does not say."""
-        rows = self._rows("nodes", READ_S, "ALIVE")
-        if not fits(rows, [{"node_id": str}]):
-            return None
-        heads = [row.get("start_time_ms") for row in rows or () if row.get("is_head_node")]
-        started: int = max((time or 0 for time in heads if fits(time, int)), default=0)
-        return AliveNodes({row["node_id"] for row in rows or ()}, started / 1000)
+    def head_since(self) -> float:
+        """When the head's Ray was started, in seconds since the epoch; 0 if it is not known."""
+        rows = self._rows("nodes", READ_S, "ALIVE") or ()
+        times = [row["start_time_ms"] for row in rows if fits(row, _HEAD) and row["is_head_node"]]
+        return max(times, default=0) / 1000
 
     def hosts(self) -> dict[str, str]:
-        """The names of all nodes by their ids, also of those that died; a moment old."""
-        return self._hosts.get()
-
-    def _ask_hosts(self) -> dict[str, str]:
+        """The names of all nodes by their ids, also of those that died."""
         shape = {"node_id": str, "node_name": str}
         return {
             row["node_id"]: row["node_name"]
@@ -196,28 +162,18 @@ class StateApi:
     def rows(self, node: str, submission_id: str) -> Any:
         """The report of the driver of a group or of an array; ``None`` when there is none."""
         text = self._log(_file_query(node, status_file_name(submission_id)))
-        # Without one these are Ray's own words, about a file that does not exist.
-        return _understood(lambda: json.loads(text))
+        with contextlib.suppress(ValueError, RecursionError):  # Ray's own words, without a file
+            return json.loads(text)
+        return None
 
     def array_file(self, node: str, submission_id: str, kind: str) -> list[str]:
-        """The lines of a file that the driver of an array writes; Ray's words when it is not there.
-
-        Args:
-            node: id of the driver's node.
-            submission_id: of any attempt.
-            kind: as for ``file_of``.
-        """
+        """The lines of a file that the driver of an array writes, or Ray's words without one."""
         return self._log(_file_query(node, file_of(submission_id, kind))).splitlines()
 
     def explain_build(self, row: JobRow, status: JobStatus) -> JobStatus:
-        """The status of a pending job with how far Ray is with its runtime environment.
-
-        Args:
-            row: the job in Ray's table.
-            status: what the row says.
-        """
+        """The status of a pending job with how far Ray is with its runtime environment."""
         runtime_env = row.get("runtime_env") or {}
-        if status.state is not JobState.PENDING or not brings_python(runtime_env):
+        if not brings_python(runtime_env):
             return status
         key = _key(runtime_env)
         build = next((one for one in self._builds.get() if _key(one["runtime_env"]) == key), None)
@@ -229,7 +185,7 @@ class StateApi:
             why = cause_of(str(build.get("error")))
             reason = Reason.RUNTIME_ENV
             detail = f"Ray failed to build its runtime environment {node}: {why}"
-        return JobStatus(JobState.PENDING, reason, detail)
+        return replace(status, reason=reason, detail=detail)
 
     def _ask_builds(self) -> list[dict[str, Any]]:
         """Ray's rows of runtime environments that are being built, or could not be; last first."""
@@ -250,7 +206,7 @@ class StateApi:
             return None
         tables = [rows for rows in held if rows is not None]
         holdings = holdings_of(*tables) if len(tables) == len(held) else None
-        return _understood(lambda: room_of(nodes, holdings))
+        return room_of(nodes, holdings)
 
     def python(self) -> str:
         """The version of the head's Python; empty when the cluster does not say."""
@@ -264,12 +220,13 @@ class StateApi:
         query = {"limit": _ROWS_MAX, "timeout": "3", "detail": "true"}
         if state:
             query |= {"filter_keys": "state", "filter_predicates": "=", "filter_values": state}
-        try:
+        with contextlib.suppress(ClusterError, ValueError, RecursionError):
             answer = self._http.request("GET", f"/api/v0/{table}", limit_s, params=query)
-        except ClusterError:
-            return None
-        rows = _understood(lambda: answer.json()["data"]["result"]["result"])
-        return rows if answer.status_code == 200 and fits(rows, list[dict[str, Any]]) else None
+            content = answer.json()
+            if answer.status_code == 200 and fits(content, _TABLE):
+                rows: list[dict[str, Any]] = content["data"]["result"]["result"]
+                return rows
+        return None
 
     def _log(self, query: dict[str, str], limit_s: float = READ_S) -> str:
         response = self._http.request("GET", LOG_FILE, limit_s, params=query)
@@ -280,21 +237,11 @@ def _file_query(node: str, name: str) -> dict[str, str]:
     return {"node_id": node, "filename": name, "lines": "-1", "media_type": "file"}
 
 
-def _understood(read: Callable[[], _T]) -> _T | None:
-    """The parsed answer; ``None`` when it has not the form of Ray's."""
-    try:
-        return read()
-    except MALFORMED:
-        return None
-
-
-def _key(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+def _key(runtime_env: Mapping[str, Any]) -> list[Any]:
     """The fields that make an environment differ from others, also of the same experiment.
 
     Ray writes a list of packages as a dict, with fields that the user did not give.
     """
-    key = {}
-    for name in ("py_modules", "pip", "uv", "conda", "image_uri", "container"):
-        value = runtime_env.get(name)
-        key[name] = value.get("packages", value) if isinstance(value, dict) else value
-    return key
+    names = ("py_modules", "pip", "uv", "conda", "image_uri", "container")
+    values = map(runtime_env.get, names)
+    return [value.get("packages", value) if isinstance(value, dict) else value for value in values]

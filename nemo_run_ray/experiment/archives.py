@@ -66,18 +66,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive to be sent, not yet packed.
+    """An archive to be sent, not yet packed."""
 
-    Attributes:
-        what: the subject of messages.
-        entries: every file, in order.
-        digest: names the contents.
-        names: the files and links of a code archive.
-    """
-
+    #: The subject of messages.
     what: str
     entries: Sequence[Entry]
     digest: str
+    #: The files and links of a code archive.
     names: frozenset[str] = frozenset()
 
     @property
@@ -101,7 +96,17 @@ class Archive:
                     while buffer.tell() <= UPLOAD_MAX_BYTES and (data := source.read(_CHUNK_BYTES)):
                         target.write(data)
         if buffer.tell() > UPLOAD_MAX_BYTES:
-            raise ArchiveTooLarge(_too_large(self.what, self.entries))
+            largest = sorted(self.entries, key=lambda entry: entry.size_bytes, reverse=True)[:10]
+            table = "\n".join(
+                f"  {one.size_bytes / 1024**2:8.1f} MiB  {one.name}" for one in largest
+            )
+            total = sum(entry.size_bytes for entry in self.entries) / 1024**2
+            raise ArchiveTooLarge(
+                f"{self.what} is {total:.1f} MiB and does not fit into the "
+                f"{UPLOAD_MAX_BYTES / 1024**2:.0f} MiB that Ray's dashboard takes as a zip. "
+                "Nothing was sent. Leave data and weights out of the packager's pattern and put "
+                f"them where the nodes can read them. Its largest entries:\n{table}"
+            )
         return buffer.getvalue()
 
 
@@ -122,8 +127,6 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         refused = links_out(links)
         if refused:
             raise ValueError(f"links lead out of what it packed: {', '.join(refused[:5])}")
-        if MANIFEST in paths:
-            raise ValueError(f"the name {MANIFEST} is this package's own; rename that file")
         if not files:
             raise ValueError("it packed no file; its pattern may match nothing")
         manifest = {
@@ -172,13 +175,6 @@ def script_problem(task: JobSpec, code: Archive | None) -> str:
         f"its script {path!r} is not among the {len(code.names)} file(s) that are sent. Paths are "
         "relative to the folder that is packed: correct the path, or what the packager includes."
     )
-
-
-def packager_key(packager: Packager) -> str:
-    """A key that is equal for packagers that deliver the same."""
-    values = repr(sorted(vars(packager).items(), key=lambda item: item[0]))
-    kind = f"{type(packager).__module__}.{type(packager).__qualname__}"
-    return hashlib.sha256(f"{kind} {values}".encode()).hexdigest()[:12]
 
 
 @cache
@@ -293,30 +289,14 @@ def _folder(root: Path, prefix: str, wanted: Callable[[Path], bool]) -> Iterator
 def _digest(entries: Sequence[Entry]) -> str:
     digest = hashlib.sha256()
     for entry in entries:
-        try:
-            head = f"{entry.name}\0{entry.mode:o}\0{entry.size_bytes}\0".encode()
-        except UnicodeEncodeError:
-            head = b""
         # Ray leaves such files out, without an error, when it unpacks an archive.
-        if not head or "\\" in entry.name or ntpath.splitdrive(entry.name)[0]:
+        if "\\" in entry.name or ntpath.splitdrive(entry.name)[0]:
             raise PackagingFailed(
-                f"The file {entry.name!r} cannot be sent: its name is not UTF-8, or has a "
-                "backslash, or begins like a drive. Nothing was sent. Rename it, or leave it out."
+                f"The file {entry.name!r} cannot be sent: its name has a backslash, or begins like "
+                "a drive. Nothing was sent. Rename it, or leave it out."
             )
-        digest.update(head)
+        digest.update(f"{entry.name}\0{entry.mode:o}\0{entry.size_bytes}\0".encode())
         with entry.open() as source:
             while data := source.read(_CHUNK_BYTES):
                 digest.update(data)
     return digest.hexdigest()
-
-
-def _too_large(what: str, entries: Sequence[Entry]) -> str:
-    largest = sorted(entries, key=lambda entry: entry.size_bytes, reverse=True)[:10]
-    table = "\n".join(f"  {entry.size_bytes / 1024**2:8.1f} MiB  {entry.name}" for entry in largest)
-    total = sum(entry.size_bytes for entry in entries) / 1024**2
-    return (
-        f"{what} is {total:.1f} MiB and does not fit into the {UPLOAD_MAX_BYTES / 1024**2:.0f} MiB "
-        "that Ray's dashboard takes as a zip. Nothing was sent. Leave data and weights out of the "
-        f"packager's pattern and put them where the nodes can read them. Its largest "
-        f"entries:\n{table}"
-    )

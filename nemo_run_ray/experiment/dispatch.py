@@ -19,13 +19,13 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_run_ray.clusters import from_record
-from nemo_run_ray.dashboard.http import pause, waiting_for
+from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import (
     ClusterError,
@@ -95,8 +95,7 @@ GONE = "the cluster that had it is gone"
 class Snapshot:
     """The answers of clusters at one moment. Each is asked once, and an error is an answer too.
 
-    Args:
-        is_fresh: the tables are asked for now; otherwise they may be a moment old.
+    The job tables of a fresh one are asked for now; otherwise they may be a moment old.
     """
 
     def __init__(self, is_fresh: bool = False) -> None:
@@ -123,20 +122,15 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class DispatchStatus:
-    """The state of a dispatch in one snapshot.
-
-    Attributes:
-        decision: the status of every job.
-        rows: Ray's rows, by submission id.
-        attempts: attempts of every job by number, by the id of the first one.
-        dispatcher: attempts of the dispatcher, or of the job without one, by number.
-        lost: why the cluster does not have the dispatch any more; empty as long as it has.
-    """
+    """The state of a dispatch in one snapshot."""
 
     decision: Decision
     rows: JobRows
+    #: Attempts of every job by number, by the id of the first one.
     attempts: Mapping[str, Mapping[int, Attempt]]
+    #: Attempts of the dispatcher, or of the job without one, by number.
     dispatcher: Mapping[int, Attempt]
+    #: Why the cluster does not have the dispatch any more; empty as long as it has.
     lost: str = ""
 
     @property
@@ -159,12 +153,9 @@ class DispatchStatus:
 
 
 class Dispatch:
-    """One dispatch of an experiment; all users of a process share one by ``Dispatch.of``.
+    """One dispatch of an experiment, with the id of its dispatcher, or of the job without one.
 
-    Attributes:
-        exp_dir: the experiment's folder.
-        id: the dispatcher's id, or that of the job without one.
-        folder: where its plan is; none of a job without a dispatcher.
+    All users of a process share one by ``Dispatch.of``.
     """
 
     def __init__(self, exp_dir: Path, name: str, record: JobRecord | None = None) -> None:
@@ -188,9 +179,8 @@ class Dispatch:
         """The one that all threads of this process share."""
         store = store_of(exp_dir)
         with store.lock:
-            if dispatcher_id not in store.dispatches:
-                store.dispatches[dispatcher_id] = cls(exp_dir, dispatcher_id)
-            found: Dispatch = store.dispatches[dispatcher_id]
+            fresh = cls(exp_dir, dispatcher_id)
+            found: Dispatch = store.dispatches.setdefault(dispatcher_id, fresh)
             return found
 
     @classmethod
@@ -223,22 +213,28 @@ class Dispatch:
     def save(
         self,
         spec: DispatchSpec,
-        uploads: Mapping[str, Archive],
+        uploads: Iterable[Archive],
         pythons: list[str],
         places: Mapping[str, Sequence[str]],
     ) -> None:
         """Write the plan and all archives into the experiment's folder."""
+        from nemo_run_ray.experiment.archives import Archive, Entry  # few clients need them
+        from nemo_run_ray.remote.node.rundir import DISPATCH
+
         self.folder.mkdir(parents=True, exist_ok=True)
-        for archive in uploads.values():
+        plan = to_json(spec).encode()
+        digest = hashlib.sha256(plan).hexdigest()
+        uploads = [*uploads, Archive("The experiment's plan", [Entry(DISPATCH, plan)], digest)]
+        for archive in uploads:
             if not (self.folder / archive.name).exists():
                 write_file(self.folder / archive.name, archive.pack())
         start = {
-            "archives": [archive.name for archive in uploads.values()],
+            "archives": [archive.name for archive in uploads],
             "pythons": pythons,
             "secret_places": places,
         }
         write_file(self.folder / "dispatcher.json", json.dumps(start))
-        write_file(self.folder / "dispatch.json", to_json(spec))
+        write_file(self.folder / "dispatch.json", plan)
         self.spec = spec
 
     def look(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
@@ -248,8 +244,21 @@ class Dispatch:
     def decided(self, rows: JobRows) -> DispatchStatus:
         """The status of every job by a job table."""
         with self._lock:  # for many threads that look at the same table; nothing in here waits
-            if self._last is None or self._last.rows is not rows:
-                self._last = self._decide(rows)
+            if self._last is not None and self._last.rows is rows:
+                return self._last
+            wanted, nonce = self.spec.ids, self.spec.nonce
+            table = {
+                name: attempt_of_row(row)
+                for name, row in rows.items()
+                if name in wanted or first_id(name) in wanted
+            }
+            for name, row in table.items():
+                if row.nonce in self._nonces:
+                    table[name] = replace(row, nonce=nonce)
+            attempts = attempts_of([self.id, *(job.id for job in self.spec.jobs)], table)
+            own = {n: row for n, row in attempts[self.id].items() if row.nonce == nonce}
+            decision = decide(self.spec, table, time.time())
+            self._last = DispatchStatus(decision, rows, attempts, own)
             return self._last
 
     def _look(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
@@ -275,20 +284,6 @@ class Dispatch:
             return found
         return replace(found, lost=f"the Ray at {url} has no record of it any more")
 
-    def _decide(self, rows: JobRows) -> DispatchStatus:
-        wanted, nonce = self.spec.ids, self.spec.nonce
-        table = {
-            name: attempt_of_row(row)
-            for name, row in rows.items()
-            if name in wanted or first_id(name) in wanted
-        }
-        for name, row in table.items():
-            if row.nonce in self._nonces:
-                table[name] = replace(row, nonce=nonce)
-        attempts = attempts_of([self.id, *(job.id for job in self.spec.jobs)], table)
-        own = {n: row for n, row in attempts[self.id].items() if row.nonce == nonce}
-        return DispatchStatus(decide(self.spec, table, time.time()), rows, attempts, own)
-
 
 def dispatches_of(exp_dir: Path) -> list[Dispatch]:
     """The dispatches of an experiment."""
@@ -303,97 +298,70 @@ OUTCOME_S = 180.0
 
 
 def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: dict[str, Any]) -> None:
-    """Write a job's intent down, post it so that exactly one comes of it, and note the outcome."""
-    ledger, name = store_of(exp_dir).ledger, str(body["submission_id"])
+    """Write a job's intent down, post it so that exactly one comes of it, and note the outcome.
+
+    After an error the job is looked for before anything else is decided. A repeated request cannot
+    start a second one: Ray gives a submission id away once.
+    """
+    ledger, url, name = store_of(exp_dir).ledger, api.dashboard.url, str(body["submission_id"])
     ledger.write_all([intent])
+
+    def ask() -> None:
+        try:
+            api.post(body)
+            return
+        except Taken:
+            cause = Unanswered("Its id is taken.")
+        except Unanswered as error:
+            cause = error
+        row = api.job(name)
+        if row is None:
+            raise cause
+        if nonce_of(row) not in ledger.jobs()[name].nonces:  # another process may have added one
+            raise Conflict(
+                f"The id {name} is taken at {url} by a job that another run submitted (its "
+                f"entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing was started. Give the "
+                "experiment another id or title."
+            )
+
     try:
-        _post(api, body, lambda: ledger.jobs()[name].nonces)
+        repeat(ask, OUTCOME_S, f"{url} to take the job {name}")
     except JobRefused as error:
         refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
         ledger.note(TERMINAL, name, status=refused.to_json())
         raise
     except NemoRunRayError as error:
         ledger.note(UNSETTLED, name, why=str(error))
-        raise
+        if not isinstance(error, Unanswered):
+            raise
+        raise SubmissionError(
+            f"It is not known whether the job {name} has started: {error} It is noted; "
+            "`nemo-run-ray status` finds it when the cluster answers, and `nemo-run-ray resume` "
+            "submits it if it never arrived."
+        ) from error
     ledger.note(SUBMITTED, name)
-
-
-def _post(api: JobsApi, body: dict[str, Any], nonces: Callable[[], Collection[str]]) -> None:
-    """Post a job so that exactly one comes of it, also when answers are lost.
-
-    After an error the job table is asked before anything else is done. A repeated request cannot
-    start a second job: Ray gives a submission id away once.
-    """
-    submission_id = str(body["submission_id"])
-    deadline = time.monotonic() + OUTCOME_S
-    lost: ClusterError | None = None
-    what = f"{api.dashboard.url} to take the job {submission_id}"
-    with waiting_for(what, lambda: str(lost or "")):
-        while True:
-            try:
-                api.post(body)
-                return
-            except Taken:
-                lost, after_s = None, 0.0
-            except Unanswered as error:
-                lost, after_s = error, error.after_s
-            try:
-                row = api.job(submission_id, max(0.0, deadline - time.monotonic()))
-            except Unanswered as error:
-                raise SubmissionError(
-                    f"It is not known whether the job {submission_id} has started: {error} It is "
-                    "noted; `nemo-run-ray status` finds it when the cluster answers, and "
-                    "`nemo-run-ray resume` submits it if it never arrived."
-                ) from error
-            if row is not None and nonce_of(row) in nonces():
-                return
-            if row is not None:
-                raise Conflict(
-                    f"The id {submission_id} is taken at {api.dashboard.url} by a job that another "
-                    f"run submitted (its entrypoint: {str(row.get('entrypoint'))[:80]!r}). Nothing "
-                    "was started. Give the experiment another id or title."
-                )
-            if time.monotonic() + after_s >= deadline:
-                why = "its id is taken" if lost is None else str(lost).rstrip(".")
-                raise SubmissionError(
-                    f"{api.dashboard.url} has not taken the job {submission_id} in "
-                    f"{OUTCOME_S:.0f} s: {why}. It has not started; as long as this Ray lives, "
-                    "`nemo-run-ray resume` submits it later."
-                )
-            pause(max(0.5, after_s))
 
 
 def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> str:
     """Start a dispatcher, whether there was one before or not; its submission id."""
     # Few clients start a dispatcher.
-    from nemo_run_ray.experiment.archives import Archive, Entry, secrets_archive
+    from nemo_run_ray.experiment.archives import secrets_archive
     from nemo_run_ray.plan.job import dispatcher_entrypoint
-    from nemo_run_ray.remote.node.rundir import DISPATCH
 
     found = dispatch.look(api, Snapshot(is_fresh=True))
     spec, folder, nonce = dispatch.spec, dispatch.folder, dispatch.spec.nonce
     name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
-    try:
-        start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
-        for saved in start["archives"]:
-            if not api.has_package(saved):
-                api.put_package(saved, (folder / saved).read_bytes())
-    except (OSError, ValueError) as error:
-        raise JobError(
-            f"The chain {dispatch.id} cannot be started again from {folder}: {error}. Copy the "
-            "experiment's whole folder."
-        ) from error
-    plan = to_json(spec).encode()
-    digest = hashlib.sha256(plan).hexdigest()
-    uploads = [Archive("The experiment's plan", [Entry(DISPATCH, plan)], digest)]
+    start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
+    packages = list(start["archives"])
+    for saved in packages:
+        if not api.has_package(saved):
+            api.put_package(saved, (folder / saved).read_bytes())
     waiting = [job for job in spec.jobs if not found.decision.statuses[job.name].state.is_terminal]
     hidden = sorted({secret for job in waiting for secret in job.secrets})
     if hidden:
-        places = start.get("secret_places", {})
-        uploads.append(secrets_archive(hidden, f"{nonce} {name}", places))
-    for archive in uploads:
+        archive = secrets_archive(hidden, f"{nonce} {name}", start["secret_places"])
         api.put_package(archive.name, archive.pack())
-    packages = [*start["archives"], *(archive.name for archive in uploads)]
+        packages.append(archive.name)
 
     def body(submission_id: str, argument: str) -> dict[str, Any]:
         return {
@@ -409,21 +377,11 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
             dispatch.id,
             ids,
             body(dispatch.id, SUBMISSION_ID),
-            lambda: {
-                **{saved: (folder / saved).read_bytes() for saved in start["archives"]},
-                **{archive.name: archive.pack() for archive in uploads},
-            },
+            lambda: {saved: (folder / saved).read_bytes() for saved in packages},
         )
     values: dict[str, Any] = {"job": DISPATCHER, "dispatcher": dispatch.id, "is_dispatcher": True}
     values |= {"cluster": cluster, "session": spec.session, "nonce": nonce}
-    try:
-        submit_once(dispatch.exp_dir, (INTENT, name, values), api, body(name, name))
-    except OSError as error:
-        raise JobError(
-            f"The dispatcher {name} cannot be written down in {dispatch.exp_dir}: "
-            f"{error.strerror}. It was not started. Make room there, or look at the experiment as "
-            "the user who owns that folder."
-        ) from error
+    submit_once(dispatch.exp_dir, (INTENT, name, values), api, body(name, name))
     return name
 
 
@@ -473,16 +431,14 @@ def tend(exp_dir: Path) -> None:
     A dispatcher that has died is started again, what a cancelled job has left is stopped, and Ray's
     job manager is woken when a head has died. Only jobs of that experiment are touched.
     """
-    by_cluster: dict[str, list[JobRecord]] = {}
     with contextlib.suppress(OSError):
-        for record in store_of(exp_dir).ledger.jobs().values():
-            if not record.terminal:
-                by_cluster.setdefault(repr(sorted(record.cluster.items())), []).append(record)
-        for records in by_cluster.values():
+        records = [one for one in store_of(exp_dir).ledger.jobs().values() if not one.terminal]
+        for cluster in {repr(one.cluster): one.cluster for one in records}.values():
             with contextlib.suppress(NemoRunRayError):
-                dashboard = from_record(records[0].cluster).find()
+                dashboard = from_record(cluster).find()
                 if dashboard is not None:
-                    _tend_on(JobsApi.of(dashboard), records)
+                    here = [one for one in records if one.cluster == cluster]
+                    _tend_on(JobsApi.of(dashboard), here)
 
 
 def tend_until(exp_dir: Path, is_over: threading.Event) -> None:
@@ -512,24 +468,20 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
         found = dispatch.look(api, snapshot)
         # Its first dispatcher may be on its way: the client sends the archives before.
         is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
-        if not (is_young or found.lost or found.is_dispatched or found.decision.is_over):
-            _revive(dispatch)
-
-
-def _revive(dispatch: Dispatch) -> None:
-    """Start a dispatcher again that is dead and has something to do."""
-    with store_of(dispatch.exp_dir).lock:
-        if time.monotonic() < dispatch.revive_at or dispatch.revivals >= _REVIVALS_MAX:
-            return
-        dispatch.revive_at = time.monotonic() + _REVIVE_AGAIN_S
-    try:
-        outcome = resume(dispatch)
-        if not outcome.startswith(_STARTED):
-            return  # another client was faster, or its cluster is gone
-        dispatch.revivals += 1
-    except NemoRunRayError as error:
-        outcome = f"it cannot be started: {error}"
-    log.warning("The dispatcher %s was not at work: %s", dispatch.id, outcome)
+        if is_young or found.lost or found.is_dispatched or found.decision.is_over:
+            continue
+        with store_of(record.exp_dir).lock:
+            if time.monotonic() < dispatch.revive_at or dispatch.revivals >= _REVIVALS_MAX:
+                continue
+            dispatch.revive_at = time.monotonic() + _REVIVE_AGAIN_S
+        try:
+            outcome = resume(dispatch)
+            if not outcome.startswith(_STARTED):
+                continue  # another client was faster, or its cluster is gone
+            dispatch.revivals += 1
+        except (NemoRunRayError, OSError) as error:
+            outcome = f"it cannot be started: {error}"
+        log.warning("The dispatcher %s was not at work: %s", name, outcome)
 
 
 # ---------------------------------------------------------------- cancel

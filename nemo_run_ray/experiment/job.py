@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import shlex
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_run.config import SCRIPTS_DIR, get_nemorun_home
 
@@ -29,7 +30,7 @@ from nemo_run_ray.clusters import from_record
 from nemo_run_ray.clusters.base import ClusterArchive, text_of
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import PATIENCE_S, JobsApi
-from nemo_run_ray.dashboard.state import ClusterRoom, Holding
+from nemo_run_ray.dashboard.state import ClusterRoom
 from nemo_run_ray.errors import (
     ClusterError,
     ConfigError,
@@ -60,7 +61,7 @@ from nemo_run_ray.experiment.store import (
     JobRecord,
     Kept,
     did_you_mean,
-    experiments_of,
+    experiments,
     find_experiment,
     find_record,
     merged,
@@ -71,7 +72,6 @@ from nemo_run_ray.fields import is_amount
 from nemo_run_ray.ids import DISPATCHER
 from nemo_run_ray.remote.end_record import end_mark, record_in
 from nemo_run_ray.remote.fit import (
-    Node,
     ResourceRequest,
     amounts_text,
     best,
@@ -118,6 +118,7 @@ STATES = ("waiting", "running", "succeeded", "failed", "cancelled", "lost")
 ACTIVE = ("waiting", "running")
 #: Kind of the kept file with the rows of a group or an array.
 _ROWS = "json"
+_Rows = TypeVar("_Rows", ArrayRows, GroupRows)
 #: One line of the file of states: first and last index, state, attempts, exit code.
 _STRETCH = tuple[int, int, str, int, int]
 #: Seconds between two looks of a wait, and of a reader that waits for a job's next attempt.
@@ -129,12 +130,8 @@ _BEGUN_S = 60.0
 #: Seconds beyond the grace period until elements that were cancelled have ended, also on a node
 #: that has died.
 _END_MARGIN_S = NODE_DEAD_S + 60.0
-#: Characters of a request: Linux takes 128 KiB as one word of a command.
-_REQUEST_MAX = 2**16
 #: Seconds that the log of one job may take to be copied.
 COPY_S = 60.0
-#: Seconds until a log that could not be copied is tried again.
-_COPY_AGAIN_S = 5.0
 #: If a job was posted, or seen waiting, so many seconds ago and runs now, it has begun now.
 _MOMENT_S = 10.0
 #: Lines at the end of a log that may hold its end record.
@@ -147,42 +144,34 @@ _HOLDERS_MAX = 3
 
 @dataclass(frozen=True)
 class Element:
-    """One element of an array, as its driver last saw it.
-
-    Attributes:
-        index: from 0.
-        state: one of ``STATES``. ``running`` ones have a host, where they may wait for a slot;
-            ``lost`` ones were not over when their job ended.
-        attempts: how often it was given to a host.
-        exit_code: of the last attempt that has ended; ``None`` before that.
-        reason: why it failed, in words.
-        values: its own, by field, where the experiment's folder has them.
-    """
+    """One element of an array, as its driver last saw it."""
 
     index: int
+    #: One of ``STATES``. ``running`` ones have a host, where they may wait for a slot; ``lost``
+    #: ones were not over when their job ended.
     state: str
+    #: How often it was given to a host.
     attempts: int
+    #: Of the last attempt that has ended; ``None`` before that.
     exit_code: int | None
+    #: Why it failed, in words.
     reason: str
+    #: Its own, by field, where the experiment's folder has them.
     values: Mapping[str, Any]
 
 
 class RemoteJob:
-    """One job on a cluster: what ``nemo_run_ray.find`` gives.
-
-    Attributes:
-        record: what the experiment's ledger knows of it.
-        id: its submission id; of a job that is tried again, that of its first attempt.
-        cluster: where it runs.
-        kept: what the experiment's folder keeps of it.
-        is_direct: the client has submitted it, without a dispatcher; it has one attempt.
-    """
+    """One job on a cluster: what ``nemo_run_ray.find`` gives."""
 
     def __init__(self, record: JobRecord) -> None:
+        #: What the experiment's ledger knows of it.
         self.record = record
+        #: Its submission id; of a job that is tried again, that of its first attempt.
         self.id = first_id(record.submission_id)
         self.cluster = from_record(record.cluster)
+        #: What the experiment's folder keeps of it.
         self.kept = Kept(record.exp_dir, self.id, record.log_copy)
+        #: The client has submitted it, without a dispatcher; it has one attempt.
         self.is_direct = not record.dispatcher or record.is_dispatcher
 
     def __repr__(self) -> str:
@@ -202,7 +191,7 @@ class RemoteJob:
     def misses_log(self) -> bool:
         """Whether its log is still to be copied into the experiment's folder."""
         is_wanted = self.record.keep_logs_max_bytes != 0 and not self.record.is_log_given_up
-        return is_wanted and not self.kept.has_log
+        return is_wanted and not self.kept.log.exists()
 
     @property
     def dispatch(self) -> Dispatch:
@@ -226,7 +215,7 @@ class RemoteJob:
         try:
             return self.look(snapshot)
         except NemoRunRayError as error:  # a token's file that is gone is no news of the job either
-            return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
+            return self.as_seen(snapshot, JobState.UNKNOWN, Reason.UNREACHABLE, str(error))
 
     def look(self, snapshot: Snapshot) -> JobStatus:
         """Its status as its cluster reports it, or its recorded end."""
@@ -238,8 +227,13 @@ class RemoteJob:
             return self.record.attempts
         seen = {}
         with contextlib.suppress(NemoRunRayError):  # the cluster is away: its status says so
-            found = self._dispatch_in(snapshot)
-            for number, row in found.attempts[self.id].items() if found else ():
+            api = self._api()
+            if api is not None:
+                attempts = self.dispatch.look(api, snapshot).attempts[self.id]
+            else:
+                archive = snapshot.once(self.record.session, "archive", self._archive)
+                attempts = self.dispatch.decided(archive.rows if archive else {}).attempts[self.id]
+            for number, row in attempts.items():
                 name = attempt_id(self.id, number)
                 if not row.claim and row.nonce in self.record.nonces:
                     seen[name] = AttemptRecord.of(name, row)
@@ -273,18 +267,27 @@ class RemoteJob:
             return self._named(self.record.terminal), None
         api = self._api()
         if api is None:
-            return self._lost(GONE), None
+            return self._lost(snapshot, GONE), None
         seen = self.dispatch.look(api, snapshot)
         status, row = self._decided(seen)
         if row is None and seen.lost:
-            return self._lost(seen.lost), None
+            return self._lost(snapshot, seen.lost), None
         if status.state is JobState.WAITING and not (
             self.is_direct or seen.is_dispatched or seen.lost
         ):
             why = f"the dispatcher {self.dispatch.id} is not at work"
             status = replace(status, reason=Reason.UNDISPATCHED, detail=why)
-        if row is not None:
-            status = self._explained(status, row, api, snapshot)
+        if row is not None and status.state is JobState.PENDING:
+            # What it waits for, by Ray's state API; when that is closed or slow, nothing is said.
+            status = api.state.explain_build(row, status)
+            posted_at = (row.get("start_time") or 0) / 1000
+            ask = request_of(self.record.reservation)
+            if ask and status.reason is Reason.NONE and time.time() - posted_at > _STARTS_S:
+                waits = why_waiting(ask, api.state.room(), snapshot.rows(api))
+                if waits is not None:
+                    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
+                    detail = f"{waits[1]} It has been waiting since {since}."
+                    status = replace(status, reason=waits[0], detail=detail)
         return self._named(status), row
 
     def _decided(self, seen: DispatchStatus) -> tuple[JobStatus, JobRow | None]:
@@ -298,37 +301,7 @@ class RemoteJob:
                 status = status_of_row(row)
         return status, row
 
-    def _explained(
-        self, status: JobStatus, row: JobRow, api: JobsApi, snapshot: Snapshot
-    ) -> JobStatus:
-        """The status; of an attempt that has not started, with what it waits for.
-
-        What it says comes from Ray's state API; when that is closed or slow, the status stays.
-        """
-        of_row = status_of_row(row)
-        if (of_row.state, of_row.reason) != (status.state, status.reason):
-            return status
-        of_row = api.state.explain_build(row, of_row)
-        posted_at = (row.get("start_time") or 0) / 1000
-        age_s = time.time() - posted_at
-        if of_row.state is JobState.PENDING and of_row.reason is Reason.NONE and age_s > _STARTS_S:
-            ask = request_of(self.record.reservation)
-            why = None
-            with contextlib.suppress(NemoRunRayError):  # this only explains
-                if ask:
-                    why = snapshot.once(
-                        api,
-                        f"why {ask}",
-                        lambda: why_waiting(ask, api.state.room(), snapshot.rows(api)),
-                    )
-            if why is not None:
-                since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
-                of_row = replace(
-                    of_row, reason=why[0], detail=f"{why[1]} It has been waiting since {since}."
-                )
-        return replace(status, reason=of_row.reason, detail=of_row.detail)
-
-    def _lost(self, why: str) -> JobStatus:
+    def _lost(self, snapshot: Snapshot, why: str) -> JobStatus:
         """Its status by what a cluster that is gone has kept."""
         archive = self._archive()
         if archive is not None and archive.rows:
@@ -336,29 +309,24 @@ class RemoteJob:
             if status.state.is_terminal:
                 return self._named(status)
         if archive is not None and archive.continues:
-            return self._as_recorded(JobState.UNKNOWN, Reason.UNREACHABLE, f"{archive.reason}.")
+            detail = f"{archive.reason}."
+            return self.as_seen(snapshot, JobState.UNKNOWN, Reason.UNREACHABLE, detail)
         why = (archive and archive.reason) or why
         end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
         detail = f"Its end is not known: {why}{end}"
-        return self._as_recorded(JobState.LOST, Reason.CLUSTER_GONE, detail)
+        return self.as_seen(snapshot, JobState.LOST, Reason.CLUSTER_GONE, detail)
 
-    def _as_recorded(self, state: JobState, reason: Reason, detail: str) -> JobStatus:
-        """A status without an answer of its cluster: node and attempt are those seen last."""
-        attempts = list(self.record.attempts.values())
+    def as_seen(
+        self, snapshot: Snapshot, state: JobState, reason: Reason, detail: str
+    ) -> JobStatus:
+        """A status that no job table has: node and attempt are those seen last."""
+        attempts = list(self.attempts_in(snapshot).values())
         node = attempts[-1].node if attempts else ""
         return self._named(JobStatus(state, reason, detail, node=node, attempt=len(attempts)))
 
     def _named(self, status: JobStatus) -> JobStatus:
         """The status with the names that its next step is told with."""
         return replace(status, job=self.id, experiment=self.record.exp_dir.name)
-
-    def _dispatch_in(self, snapshot: Snapshot) -> DispatchStatus | None:
-        """Its dispatch as the job table has it, or as a cluster that is gone has kept it."""
-        api = self._api()
-        if api is not None:
-            return self.dispatch.look(api, snapshot)
-        archive = snapshot.once(self.record.session, "archive", self._archive)
-        return self.dispatch.decided(archive.rows) if archive else None
 
     def _api(self) -> JobsApi | None:
         dashboard = self.cluster.find()
@@ -385,22 +353,20 @@ class RemoteJob:
                 f"The timeout_s of a wait is {timeout_s!r}; allowed is a number of seconds "
                 "from 0, or None to wait as long as it takes."
             )
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         while True:
             snapshot = Snapshot()
             status = self.status_in(snapshot)
-            left_s = None
-            if deadline is not None:
-                left_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-            record([(self, status)], snapshot, copy_s=left_s)
+            left_s = max(0.0, deadline - time.monotonic())
+            record([(self, status)], snapshot, copy_s=min(left_s, threading.TIMEOUT_MAX))
             if status.state.is_terminal:
                 return status
             if self.never_starts(status):
                 raise JobError(f"The job {self.id} will not start. {status.message}")
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 raise StillRunning(
-                    f"The job {self.id} is {status.state.value} after {timeout_s:.0f} s; it goes "
-                    "on. Wait again, or cancel it."
+                    f"The job {self.id} is {status.state.value} after {timeout_s:.0f} s; it "
+                    "continues. Wait again, or cancel it."
                 )
             tend(self.record.exp_dir)
             time.sleep(_LOOK_AGAIN_S)
@@ -467,16 +433,11 @@ class RemoteJob:
 
     def array_rows(self, status: JobStatus) -> ArrayRows | None:
         """An array as its driver saw it last; ``None`` for other jobs, and if that is not known."""
-        found: ArrayRows | None = (
-            self._driver_rows(status, ArrayRows) if self.record.is_array else None
-        )
-        return found
+        return self._driver_rows(status, ArrayRows) if self.record.is_array else None
 
     def roles(self, status: JobStatus) -> GroupRows | None:
         """A group as its driver saw it last; ``None`` for other jobs, and if that is not known."""
-        found: GroupRows | None = (
-            self._driver_rows(status, GroupRows) if self.record.has_roles else None
-        )
+        found = self._driver_rows(status, GroupRows) if self.record.has_roles else None
         if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
             # The driver was killed, and what it wrote last is no longer so.
             found["phase"], found["waits_for_room"] = Phase.OVER.value, ""
@@ -485,7 +446,7 @@ class RemoteJob:
                     row["state"], row["waits_for"] = ReplicaState.LOST.value, ""
         return found
 
-    def _driver_rows(self, status: JobStatus, kind: type) -> Any:
+    def _driver_rows(self, status: JobStatus, kind: type[_Rows]) -> _Rows | None:
         """The last rows that its driver wrote, if they are of this type."""
         found: Any = None
         if self.kept.file(_ROWS).exists():
@@ -499,9 +460,10 @@ class RemoteJob:
         """The lines of a file of an array's driver, from its node or as it was kept."""
         if self.kept.file(kind).exists():
             return self.kept.file(kind).read_text(encoding="utf-8").splitlines()
-        if not status.node:
+        api = self._api()
+        if api is None or not status.node:
             return []
-        lines = self.api().state.array_file(status.node, self.id, kind)
+        lines = api.state.array_file(status.node, self.id, kind)
         # Ray has words of its own for a file that does not exist.
         return lines if lines and lines[0].startswith("[") else []
 
@@ -529,29 +491,11 @@ class RemoteJob:
             ConfigError: the selection cannot be understood.
             JobError: it is no array, has no such element, or nothing is known of its elements.
         """
-        return self._elements(self.status, selection)
+        status = self.status
+        return self._elements(status, self._selected(self._states(status), selection))
 
-    def _elements(self, status: JobStatus, selection: str | set[int]) -> list[Element]:
-        chosen = self._selected(status, selection)
-        array = self.array_rows(status)
-        reasons = {index: why for index, _, why in array["failures"]} if array else {}
-        values = values_of(self.record.exp_dir / self.name, {row[0] for row in chosen})
-        return [
-            Element(
-                index,
-                state,
-                attempts,
-                code if code or state == "succeeded" else None,
-                (reasons.get(index) or f"exit code {code}") if state == "failed" else "",
-                values.get(index, {}),
-            )
-            for index, state, attempts, code in chosen
-        ]
-
-    def _selected(
-        self, status: JobStatus, selection: str | set[int]
-    ) -> list[tuple[int, str, int, int]]:
-        """Index, state, attempts and exit code of the selected elements, in their order."""
+    def _states(self, status: JobStatus) -> dict[int, tuple[str, int, int]]:
+        """State, attempts and exit code of every element."""
         if not self.record.is_array:
             raise JobError(f"The job {self.name!r} is no array and has no elements.")
         rows = list(_json_rows(self.array_file(status, STATES_FILE), _STRETCH))
@@ -561,15 +505,35 @@ class RemoteJob:
             raise JobError(
                 f"Nothing is known of the elements of {self.name!r}{when}. {status.message}{again}"
             )
-        if not isinstance(selection, set) and selection not in ("", *STATES):
-            selection = indices_of(str(selection), rows[-1][1] + 1, self.name)
         shown = dict.fromkeys(("leased", *ACTIVE), "lost") if is_over else {"leased": "running"}
-        return [
-            (index, state, attempts, code)
-            for first, last, stored, attempts, code in rows
-            for state in [shown.get(stored, stored)]
+        return {
+            index: (shown.get(state, state), attempts, code)
+            for first, last, state, attempts, code in rows
             for index in range(first, last + 1)
-            if (index in selection if isinstance(selection, set) else selection in ("", state))
+        }
+
+    def _selected(
+        self, states: Mapping[int, tuple[str, int, int]], selection: str
+    ) -> Sequence[int]:
+        if selection in ("", *STATES):
+            return [index for index, row in states.items() if selection in ("", row[0])]
+        return sorted(indices_of(str(selection), len(states), self.name))
+
+    def _elements(self, status: JobStatus, indices: Sequence[int]) -> list[Element]:
+        states, array = self._states(status), self.array_rows(status)
+        reasons = {index: why for index, _, why in array["failures"]} if array else {}
+        values = values_of(self.record.exp_dir / self.name, set(indices))
+        return [
+            Element(
+                index,
+                state,
+                attempts,
+                code if code or state == "succeeded" else None,
+                (reasons.get(index) or f"exit code {code}") if state == "failed" else "",
+                values.get(index, {}),
+            )
+            for index in indices
+            for state, attempts, code in [states[index]]
         ]
 
     def cancel_elements(self, selection: str) -> list[Element]:
@@ -591,27 +555,22 @@ class RemoteJob:
         def look() -> JobStatus:
             return self.look(Snapshot(is_fresh=True))
 
-        chosen = repeat(lambda: self._selected(look(), selection), PATIENCE_S)
-        indices = {row[0] for row in chosen}
+        indices = self._selected(repeat(lambda: self._states(look()), PATIENCE_S), selection)
         only_waiting = selection == "waiting"
-        states = ("waiting",) if only_waiting else ACTIVE
-        if any(row[1] in states for row in chosen):
-            self._request_end(sorted(indices), only_waiting)
-            poll_until(
-                lambda: (
-                    not any(row[1] in states for row in self._selected(look(), indices)) or None
-                ),
-                self.record.grace_s + _END_MARGIN_S,
-                f"elements of the array {self.name!r}",
-            )
-        return repeat(lambda: self._elements(look(), indices), PATIENCE_S) if chosen else []
 
-    def _request_end(self, indices: Sequence[int], only_waiting: bool) -> None:
-        """Let a small job on the head pass a request to the driver; it ends when it is taken."""
+        def have_ended() -> bool | None:
+            states = self._states(look())
+            active = ("waiting",) if only_waiting else ACTIVE
+            return not any(states[index][0] in active for index in indices) or None
+
+        if repeat(have_ended, PATIENCE_S):
+            return self._elements(look(), indices)
+        # A small job on the head passes a request to the driver, and ends when that is taken.
         from nemo_run_ray.experiment.archives import package_archive, upload  # few do this
         from nemo_run_ray.plan.job import entrypoint
         from nemo_run_ray.remote.array.cancel_request import KIND, TAKEN_S, request_id
 
+        what = f"elements of the array {self.name!r}"
         ranges: list[list[int]] = []
         for index in indices:
             if ranges and (only_waiting or index == ranges[-1][1] + 1):
@@ -619,11 +578,6 @@ class RemoteJob:
             else:
                 ranges.append([index, index])
         request = json.dumps({"cancel": ranges, "only_waiting": only_waiting})
-        if len(request) > _REQUEST_MAX:
-            raise ConfigError(
-                f"The elements to cancel of {self.name!r} are {len(ranges):,} ranges, too many for "
-                "one request. Cancel them in several steps."
-            )
         api, nonce = self.api(), secrets.token_hex(8)
         package = package_archive()
         upload(api, package)
@@ -646,9 +600,11 @@ class RemoteJob:
                     "again."
                 )
             is_over = row is not None and row["status"] == "SUCCEEDED"
-            return is_over or self.look(Snapshot(is_fresh=True)).state.is_terminal or None
+            return is_over or look().state.is_terminal or None
 
-        poll_until(is_taken, TAKEN_S + _BEGUN_S, f"elements of the array {self.name!r}")
+        poll_until(is_taken, TAKEN_S + _BEGUN_S, what)
+        poll_until(have_ended, self.record.grace_s + _END_MARGIN_S, what)
+        return repeat(lambda: self._elements(look(), indices), PATIENCE_S)
 
     # ------------------------------------------------------------------ log
 
@@ -660,48 +616,102 @@ class RemoteJob:
             ClusterError: the log cannot be read.
             JobError: there is no log.
         """
-        # A copy is taken when the job is over, and its last processes may write a moment later.
-        if self.kept.has_log and not self._is_on_cluster():
-            return self.kept.log()
-        return self._begun_or_kept(self._joined(self._attempt_logs(follow)))
+        if self.kept.log.exists():
+            # It was taken when the job was over, and its last processes may write a moment later:
+            # it counts where the cluster has the attempt that it ends with no more.
+            row = None
+            with contextlib.suppress(NemoRunRayError):
+                row = self.api().job(self.ran_as(self.look(Snapshot())))
+            if row is None or nonce_of(row) not in self.record.nonces:
+                yield from self.saved_log()
+                return
+        passed = 0
+        try:
+            for text in self._joined(self._attempt_logs(follow)):
+                passed += len(text)
+                yield text
+        except (ClusterError, JobError) as error:  # the node that had it is gone, or the cluster
+            rest = self.saved_log()
+            beginning = next(rest, "")
+            if not beginning or (passed and beginning.startswith(CUT)):
+                raise
+            skip = passed
+            for text in chain([beginning], rest):
+                yield text[skip:]
+                skip = max(0, skip - len(text))
+            if passed and not self.record.terminal:
+                raise JobError(f"No more of its log is left. {self.status.message}") from error
 
     def output(self, follow: bool = False) -> Iterator[str]:
         """Its log without Ray's lines before the task's first one, and without the last line."""
         marks = tuple(attempt_mark(nonce) for nonce in self.record.nonces)
         return output_of(self.log(follow), self.end_marks, marks)
 
-    def whole_log(self, status: JobStatus) -> Iterator[str]:
-        """The logs of its attempts as its cluster has them now."""
-        return self._joined(
-            self._read(number + 1, at_once=True) for number in range(status.attempt)
-        )
+    def keep(self, status: JobStatus) -> None:
+        """Keep when its attempts began, what the driver of a group or an array wrote, its log."""
+        known = self.record.attempts
+        attempts = self.with_begin_times(known)
+        if attempts != known:
+            rows = list(map(asdict, attempts.values()))
+            store_of(self.record.exp_dir).ledger.note(SEEN, self.id, attempts=rows)
+        if not self.kept.file(_ROWS).exists():
+            report = self.roles(status) or self.array_rows(status)
+            if report:
+                self.kept.keep(_ROWS, json.dumps(report))
+        if self.record.is_array and not self.kept.file(STATES_FILE).exists():
+            states = self.array_file(status, STATES_FILE)
+            if states:  # else it had no elements yet, or they cannot be read now
+                results = self.array_file(status, RESULTS_FILE)
+                self.kept.keep(RESULTS_FILE, "\n".join([*results, ""]))
+                self.kept.keep(STATES_FILE, "\n".join([*states, ""]))  # last: with it, all is kept
+        if not self.misses_log:
+            return
+        deadline = time.monotonic() + COPY_S
+
+        def in_time(texts: Iterator[str]) -> Iterator[str]:
+            for text in texts:
+                if time.monotonic() > deadline:
+                    raise JobError("it did not arrive in time.")
+                yield text
+
+        texts = self.saved_log()
+        if not self.left_logs():
+            texts = self._joined(self._read(one + 1, at_once=True) for one in range(status.attempt))
+        self.kept.keep_log(in_time(texts), self.record.keep_logs_max_bytes)
 
     def left_logs(self) -> list[Path]:
         """The logs of its attempts that a cluster which has died has left."""
-        archive = self._archive()
-        if archive is None:
-            return []
-        logs = []
+        archive, logs = self._archive(), list[Path]()
         for number in count(1):
-            path = archive.log(attempt_id(self.id, number))
-            if path is not None:
+            path = archive.log(attempt_id(self.id, number)) if archive else None
+            if path:
                 logs.append(path)
             elif number > len(self.record.attempts):  # there may be more than anybody has seen
                 break
         return logs
 
-    def left_text(self) -> Iterator[str]:
-        """The log that a cluster which has died has left."""
-        return self._joined(text_of(path) for path in self.left_logs())
+    def saved_log(self) -> Iterator[str]:
+        """The log that the experiment's folder has, or that a cluster which has died has left."""
+        paths = [self.kept.log] if self.kept.log.exists() else self.left_logs()
+        return self._joined(map(text_of, paths))
 
-    def last_lines(self, name: str, node: str, count: int) -> list[str]:
-        """The end of the log of an attempt, from its node or as a gone cluster has left it."""
-        api = self._api()
-        if api is not None:
-            return api.state.last_lines(node, name, count)
-        archive = self._archive()
-        path = archive.log(name) if archive is not None else None
-        return [] if path is None else "".join(text_of(path)).splitlines()[-count:]
+    def with_begin_times(self, attempts: Attempts) -> Attempts:
+        """The attempts; of those that ended and that nobody saw begin, by their end records."""
+        found = {**attempts}
+        for name, attempt in attempts.items():
+            is_over = JobState(attempt.state).is_terminal
+            if not is_over or not attempt.node or attempt.running_at is not None:
+                continue
+            with contextlib.suppress(NemoRunRayError):
+                api, lines = self._api(), list[str]()
+                if api is not None:
+                    lines = api.state.last_lines(attempt.node, name, _LAST_LINES)
+                elif (archive := self._archive()) and (path := archive.log(name)):
+                    lines = "".join(text_of(path)).splitlines()[-_LAST_LINES:]
+                end = record_in(lines, self.record.nonces)
+                if end is not None and end.began_at:
+                    found[name] = replace(attempt, running_at=end.began_at)
+        return found
 
     @property
     def end_marks(self) -> tuple[str, ...]:
@@ -751,14 +761,6 @@ class RemoteJob:
             return api.whole_log(name)
         return api.tail_log(name, lambda: not self._is_over(number))
 
-    def _is_on_cluster(self) -> bool:
-        """Whether the cluster answers and has the attempt that the kept log ends with."""
-        try:
-            row = self.api().job(self.ran_as(self.look(Snapshot())))
-        except NemoRunRayError:
-            return False
-        return row is not None and nonce_of(row) in self.record.nonces
-
     def _is_over(self, number: int) -> bool:
         """Whether an attempt has ended."""
         snapshot = Snapshot()
@@ -769,24 +771,6 @@ class RemoteJob:
             return True
         row = snapshot.rows(self.api()).get(attempt_id(self.id, number))
         return row is not None and state_of_row(row).is_terminal
-
-    def _begun_or_kept(self, cluster_log: Iterator[str]) -> Iterator[str]:
-        passed = 0
-        try:
-            for text in cluster_log:
-                passed += len(text)
-                yield text
-        except (ClusterError, JobError) as error:  # the node that had it is gone, or the cluster
-            rest = self.kept.log() if self.kept.has_log else self.left_text()
-            beginning = next(rest, "")
-            if not beginning or (passed and beginning.startswith(CUT)):
-                raise
-            skip = passed
-            for text in chain([beginning], rest):
-                yield text[skip:]
-                skip = max(0, skip - len(text))
-            if passed and not self.record.terminal:
-                raise JobError(f"No more of its log is left. {self.status.message}") from error
 
 
 def indices_of(selection: str, count: int, name: str) -> set[int]:
@@ -868,28 +852,19 @@ def why_waiting(
     count = len(room.nodes)
     which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
     text = f"It asks for {ask}; {which} has {free_text(ask, node)}"
-    held = _holders(ask, node, room.holdings.get(node.node_id, ()), rows)
-    if held:
-        shown = [f"{name} ({amounts_text(held[name])})" for name in list(held)[:_HOLDERS_MAX]]
-        more = f" and {len(held) - _HOLDERS_MAX} more" if len(held) > _HOLDERS_MAX else ""
-        text = f"{text}; there it is held by {', '.join(shown)}{more}"
-    return Reason.ROOM, f"{text}."
-
-
-def _holders(
-    ask: ResourceRequest, node: Node, here: Iterable[Holding], rows: JobRows
-) -> dict[str, dict[str, float]]:
-    """The amounts that jobs hold of what a task finds too little of, the largest holder first."""
     programs = {row["job_id"]: name for name, row in rows.items() if row.get("job_id")}
-    names = scarce(ask, node)
-    held: dict[str, dict[str, float]] = {}
-    for holding in here:
+    held: dict[str, dict[str, float]] = {}  # the amounts of what it finds too little of
+    for holding in room.holdings.get(node.node_id, ()):
         owner = holding.submission_id or programs.get(holding.job_id)
-        for name in names:
+        for name in scarce(ask, node):
             if holding.resources.get(name):
                 amounts = held.setdefault(owner or f"the Ray program {holding.job_id}", {})
                 amounts[name] = amounts.get(name, 0.0) + holding.resources[name]
-    return dict(sorted(held.items(), key=lambda item: (-sum(item[1].values()), item[0])))
+    largest = sorted(held, key=lambda name: (-sum(held[name].values()), name))
+    if held:
+        shown = [f"{name} ({amounts_text(held[name])})" for name in largest[:_HOLDERS_MAX]]
+        text = f"{text}; there it is held by {', '.join(shown)}"
+    return Reason.ROOM, f"{text}."
 
 
 def record(
@@ -912,29 +887,41 @@ def record(
     Returns:
         A sentence for each log that could not be copied now; one that is given up is logged.
     """
-    by_folder: dict[Path, list[tuple[RemoteJob, JobStatus]]] = {}
-    for job, status in seen:
-        by_folder.setdefault(job.record.exp_dir, []).append((job, status))
     problems: list[str] = []
-    for exp_dir, jobs in by_folder.items():
-        store = store_of(exp_dir)
-        if os.access(exp_dir, os.W_OK):
-            _write(store, jobs, snapshot, is_final)
-            now = time.monotonic()
-            ended = [
-                (job, status)
-                for job, status in jobs
-                if _has_ended(status)
-                and status.attempt
-                and store.copy_again_at.get(job.id, 0) < now
-            ]
+    ended: list[tuple[RemoteJob, JobStatus]] = []
+    for job, status in seen:
+        store = store_of(job.record.exp_dir)
+        if os.access(store.exp_dir, os.W_OK):
+            with store.recording:  # another thread that has seen the same end waits for the note
+                _note(store, job, status, snapshot, is_final)
             # A client that does not wait looks again soon: one thread at a time is enough.
-            if ended and not (copy_s == 0 and store.copying.locked()):
-                thread = threading.Thread(
-                    target=_copy_all, args=(store, ended, problems), name="copy-logs", daemon=True
-                )
-                thread.start()
-                thread.join(copy_s)
+            is_copying = copy_s == 0 and store.copying.locked()
+            if _has_ended(status) and status.attempt and not is_copying:
+                ended += [(job, status)] if job.id not in store.copied else []
+
+    def copy() -> None:
+        for job, status in ended:
+            store = store_of(job.record.exp_dir)
+            with store.copying:  # another thread that has seen the same end waits for the copy
+                if job.id in store.copied:
+                    continue
+                job.record = (
+                    store.ledger.job(job.id) or job.record
+                )  # another process may have tried
+                try:
+                    job.keep(status)
+                except (JobError, OSError) as error:
+                    log.warning("The log of %s is not copied whole: %s", job.id, error)
+                    store.ledger.note(UNKEPT, job.id)
+                except NemoRunRayError as error:
+                    problems.append(f"The log of {job.id} is not copied whole: {error}")
+                    continue
+                store.copied.add(job.id)
+
+    if ended:
+        thread = threading.Thread(target=copy, name="copy-logs", daemon=True)
+        thread.start()
+        thread.join(copy_s)
     return problems
 
 
@@ -942,131 +929,41 @@ def _has_ended(status: JobStatus) -> bool:
     return status.state.is_terminal and status.state is not JobState.LOST
 
 
-def _write(
-    store: ExperimentStore,
-    jobs: Sequence[tuple[RemoteJob, JobStatus]],
-    snapshot: Snapshot,
-    is_final: bool,
+def _note(
+    store: ExperimentStore, job: RemoteJob, status: JobStatus, snapshot: Snapshot, is_final: bool
 ) -> None:
-    """Append what is new of these jobs to the ledger."""
-    with store.recording:  # another thread that has seen the same end waits until it is written
-        for job, status in jobs:
-            current = store.ledger.job(job.id)
-            if current is None or current.terminal:
-                continue
-            seen = _begun(store, job.attempts_in(snapshot))
-            # One that Ray only holds back may start after all, and is stopped then. An id that
-            # another submission has may be that of this job by `resume`, which is not read yet.
-            is_held_back = job.is_direct and any(
-                not JobState(attempt.state).is_terminal for attempt in seen.values()
-            )
-            is_taken = status.reason is Reason.TAKEN
-            has_ended = _has_ended(status) and (is_final or not is_held_back) and not is_taken
-            attempts = merged(current.attempts, seen)
-            for name, attempt in attempts.items() if has_ended else ():
-                if not JobState(attempt.state).is_terminal:  # Ray would stop it at its start
-                    attempts[name] = replace(
-                        attempt,
-                        state=status.state.value,
-                        reason=status.reason.value,
-                        detail=status.detail,
-                        ended_at=time.time(),
-                    )
-            seen_now = [asdict(attempt) for attempt in attempts.values()]
-            if has_ended:
-                noted = {"status": status.to_json(), "attempts": seen_now}
-                store.ledger.note(TERMINAL, job.id, **noted)
-            elif attempts != current.attempts:
-                store.ledger.note(SEEN, job.id, attempts=seen_now)
-
-
-def _begun(store: ExperimentStore, attempts: Attempts) -> Attempts:
-    """The attempts; those that were posted, or did not run, a moment ago have begun now."""
-    now, begun = time.time(), {**attempts}
-    for name, attempt in attempts.items():
+    """Append what is new of a job to the ledger."""
+    current = store.ledger.job(job.id)
+    if current is None or current.terminal:
+        return
+    now, seen = time.time(), {**job.attempts_in(snapshot)}
+    for name, attempt in seen.items():
         if attempt.state != JobState.RUNNING.value:
             store.waited_at[name] = now
         elif now - max(attempt.posted_at, store.waited_at.get(name, 0.0)) <= _MOMENT_S:
-            begun[name] = replace(attempt, running_at=now)
-    return begun
-
-
-def with_begin_times(job: RemoteJob, attempts: Attempts) -> Attempts:
-    """The attempts; of those that ended and that nobody saw begin, by their end records."""
-    found = {**attempts}
+            seen[name] = replace(attempt, running_at=now)
+    # One that Ray only holds back may start after all, and is stopped then. An id that another
+    # submission has may be that of this job by `resume`, which is not read yet.
+    is_held_back = job.is_direct and any(
+        not JobState(attempt.state).is_terminal for attempt in seen.values()
+    )
+    has_ended = _has_ended(status) and (is_final or not is_held_back)
+    attempts = merged(current.attempts, seen)
+    if not has_ended or status.reason is Reason.TAKEN:
+        if attempts != current.attempts:
+            store.ledger.note(SEEN, job.id, attempts=list(map(asdict, attempts.values())))
+        return
     for name, attempt in attempts.items():
-        is_over = JobState(attempt.state).is_terminal
-        if is_over and attempt.node and attempt.running_at is None:
-            with contextlib.suppress(NemoRunRayError):
-                lines = job.last_lines(name, attempt.node, _LAST_LINES)
-                end = record_in(lines, job.record.nonces)
-                if end is not None and end.began_at:
-                    found[name] = replace(attempt, running_at=end.began_at)
-    return found
-
-
-def _copy_all(
-    store: ExperimentStore, ended: Iterable[tuple[RemoteJob, JobStatus]], problems: list[str]
-) -> None:
-    """Copy the logs of jobs that have ended, what their drivers have written, and begin times.
-
-    What the cluster does not have, or what takes too long, is given up. A cluster that does not
-    answer is asked again by a later call.
-    """
-    with store.copying:  # another thread that has seen the same end waits until it is copied
-        for job, status in ended:
-            if time.monotonic() < store.copy_again_at.get(job.id, 0):
-                continue
-            job.record = store.ledger.job(job.id) or job.record  # another process may have tried
-            again_at = float("inf")
-            for copy in (_copy_log, _copy_driver_files, _copy_begin_times):
-                try:
-                    copy(store, job, status)
-                except (NemoRunRayError, OSError, ValueError) as error:
-                    problem = f"The log of {job.id} is not copied whole: {error}"
-                    if not isinstance(error, (JobError, OSError)):
-                        problems.append(problem)
-                        again_at = time.monotonic() + _COPY_AGAIN_S
-                        break
-                    log.warning("%s", problem)
-                    if copy is _copy_log:
-                        store.ledger.note(UNKEPT, job.id)
-            store.copy_again_at[job.id] = again_at
-
-
-def _copy_log(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> None:
-    deadline = time.monotonic() + COPY_S
-
-    def in_time(texts: Iterator[str]) -> Iterator[str]:
-        for text in texts:
-            if time.monotonic() > deadline:
-                raise JobError("it did not arrive in time.")
-            yield text
-
-    if job.misses_log:
-        texts = job.left_text() if job.left_logs() else job.whole_log(status)
-        job.kept.keep_log(in_time(texts), job.record.keep_logs_max_bytes)
-
-
-def _copy_driver_files(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> None:
-    """Copy what the driver of a group or of an array has written."""
-    if not job.kept.file(_ROWS).exists():
-        rows = job.roles(status) or job.array_rows(status)
-        if rows:
-            job.kept.keep(_ROWS, json.dumps(rows))
-    if job.record.is_array and not job.kept.file(STATES_FILE).exists():
-        states = job.array_file(status, STATES_FILE)
-        if states:  # else it had no elements yet, or they cannot be read now
-            results = job.array_file(status, RESULTS_FILE)
-            job.kept.keep(RESULTS_FILE, "\n".join([*results, ""]))
-            job.kept.keep(STATES_FILE, "\n".join([*states, ""]))  # last: with it, all is kept
-
-
-def _copy_begin_times(store: ExperimentStore, job: RemoteJob, status: JobStatus) -> None:
-    known = store.ledger.jobs()[job.id].attempts
-    attempts = with_begin_times(job, known)
-    if attempts != known:
-        store.ledger.note(SEEN, job.id, attempts=[asdict(one) for one in attempts.values()])
+        if not JobState(attempt.state).is_terminal:  # Ray would stop it at its start
+            attempts[name] = replace(
+                attempt,
+                state=status.state.value,
+                reason=status.reason.value,
+                detail=status.detail,
+                ended_at=now,
+            )
+    rows = list(map(asdict, attempts.values()))
+    store.ledger.note(TERMINAL, job.id, status=status.to_json(), attempts=rows)
 
 
 def find(name: str) -> list[RemoteJob]:
@@ -1107,8 +1004,9 @@ def jobs_of(exp_dir: Path) -> list[RemoteJob]:
 
 #: Jobs that are cancelled at the same time: each that waits for room takes some seconds.
 _AT_A_TIME = 8
-#: Seconds until the cluster is stopped under what has not ended; longer than most grace periods.
-_END_LIMIT_S = 60.0
+#: Seconds until the cluster is stopped under what has not ended, longer than most grace periods,
+#: and between two looks.
+_END_LIMIT_S, _STEP_S = 60.0, 0.2
 
 
 def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
@@ -1120,14 +1018,14 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
     snapshot = Snapshot()
     for dispatch in {job.dispatch for job in jobs if not job.is_direct}:
         given = [job for job in jobs if job.record.dispatcher == dispatch.id]
-        states = [job.status_in(snapshot).state for job in given]
-        if len(given) == len(dispatch.spec.jobs) > 1 and not all(one.is_terminal for one in states):
+        is_over = all(job.status_in(snapshot).state.is_terminal for job in given)
+        if len(given) == len(dispatch.spec.jobs) > 1 and not is_over:
             # One claim for all that have not started; else they are cancelled one by one.
             with contextlib.suppress(NemoRunRayError):
                 spec, api = dispatch.spec, given[0].api()
                 repeat(partial(claim, api, spec.cancel_id, spec.nonce), PATIENCE_S)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        ends = [pool.submit(_cancel, job) for job in jobs]
+        ends = [pool.submit(cancel_one, job) for job in jobs]
         try:
             for end in ends:
                 yield end.result()
@@ -1136,7 +1034,8 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
             raise
 
 
-def _cancel(job: RemoteJob) -> str:
+def cancel_one(job: RemoteJob) -> str:
+    """Cancel a job, wait for its end, and say how it ended."""
     snapshot = Snapshot()
     status = job.status_in(snapshot)
     if status.state.is_terminal and status.state is not JobState.CANCELLED:
@@ -1173,25 +1072,17 @@ def end_all(api: JobsApi) -> list[str]:
     Returns:
         Submission ids of those that still run after ``_END_LIMIT_S``.
     """
-    stops = StopRequests()
-    running: list[str] | None = None
-
-    def step() -> bool | None:
-        nonlocal running
-        rows = api.table(fresh=True)
+    stops, deadline = StopRequests(), time.monotonic() + _END_LIMIT_S
+    while True:
+        rows = api.table(fresh=True, patience_s=PATIENCE_S)
         names = sorted(active(rows), key=lambda name: not name.endswith(f".{DISPATCHER}"))
         running = [name for name in names if is_running(rows[name])]
         for name in names:
             with contextlib.suppress(Unanswered):  # it is asked again
                 stops.ask(api, name)
-        return None if running else True
-
-    try:
-        poll_until(step, _END_LIMIT_S, "what runs on the cluster")
-    except ClusterError:
-        if running is None:  # it has never answered
-            raise
-    return running or []
+        if not running or time.monotonic() > deadline:
+            return running
+        time.sleep(_STEP_S)
 
 
 def note_ends(api: JobsApi, is_forced: bool) -> Iterator[str]:
@@ -1204,31 +1095,22 @@ def note_ends(api: JobsApi, is_forced: bool) -> Iterator[str]:
     Yields:
         A sentence for each thing that could not be kept.
     """
-    problems: dict[str, None] = {}
-    records: list[JobRecord] = []
-    for is_last in (False, True) if is_forced else (False,):
-        rows = api.table(fresh=True, patience_s=PATIENCE_S)
-        records = records or [
-            one
-            for exp_dir in sorted(experiments_of(rows.keys()))
-            for one in store_of(exp_dir).ledger.jobs().values()
-            if not one.is_dispatcher
-            and not rows.keys().isdisjoint((one.submission_id, one.dispatcher))
-        ]
-        snapshot, seen = Snapshot(), []
-        for one in records:
-            try:
-                job = RemoteJob(one)
-                status = job.look(snapshot)
-            except (NemoRunRayError, OSError) as error:
-                problems[f"{one.submission_id} could not be looked at: {error}"] = None
-                continue
-            if is_last and not status.state.is_terminal:
-                attempts = list(job.attempts_in(snapshot).values())
-                node = attempts[-1].node if attempts else ""
-                detail = "cancelled when its cluster was stopped"
-                state, reason = JobState.CANCELLED, Reason.CANCELLED
-                status = JobStatus(state, reason, detail, node, attempt=len(attempts))
-            seen.append((job, status))
-        problems |= dict.fromkeys(record(seen, snapshot, is_final=True))
+    rows = api.table(fresh=True, patience_s=PATIENCE_S)
+    problems: list[str] = []
+    snapshot, seen = Snapshot(), []
+    ledgers = [store_of(exp_dir).ledger for exp_dir in experiments()]
+    for one in chain.from_iterable(ledger.jobs().values() for ledger in ledgers):
+        if one.is_dispatcher or rows.keys().isdisjoint((one.submission_id, one.dispatcher)):
+            continue
+        try:
+            job = RemoteJob(one)
+            status = job.look(snapshot)
+        except (NemoRunRayError, OSError) as error:
+            problems.append(f"{one.submission_id} could not be looked at: {error}")
+            continue
+        if is_forced and not status.state.is_terminal:
+            detail = "cancelled when its cluster was stopped"
+            status = job.as_seen(snapshot, JobState.CANCELLED, Reason.CANCELLED, detail)
+        seen.append((job, status))
+    problems += record(seen, snapshot, is_final=True)
     yield from problems

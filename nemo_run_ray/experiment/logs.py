@@ -58,7 +58,7 @@ def follow(
 
     Raises:
         ClusterError: the job is over and its log cannot be read, or the cluster wants other
-            credentials. An outage while the job goes on is waited for.
+            credentials. An outage while the job continues is waited for.
         JobError: there is no such log.
     """
     place, line = 0, ""  # characters that were passed on, and the beginning of the last line
@@ -86,7 +86,7 @@ def follow(
             if over and (is_complete or has_waited):
                 return
             failures, has_waited = 0, over
-        except (Unanswered, StreamCut) as error:  # the next round goes on at this place
+        except (Unanswered, StreamCut) as error:  # the next round continues at this place
             failures = 0 if place > before else failures + 1
             if over and failures >= _ROUNDS_AFTER_END:
                 raise
@@ -137,7 +137,7 @@ def output_of(
             elif _ENTRYPOINT in line:
                 yield from (printed for printed in head if not OF_RAY.match(printed))
                 head, early = None, line.partition(_ENTRYPOINT)[0]
-                if early:  # of a line that goes on behind Ray's
+                if early:  # of a line that continues behind Ray's
                     yield early
             else:
                 head.append(line)
@@ -189,13 +189,7 @@ def _pieces(line: str) -> Iterator[str]:
 def last_lines(
     read: Callable[[bool], Iterator[str]], count: int, is_followed: bool
 ) -> Iterator[str]:
-    """The last lines of a log, and then what it grows by.
-
-    Args:
-        read: the log's text: all that there is now, or all until the job's end.
-        count: of lines.
-        is_followed: whether to go on until the job's end.
-    """
+    """The last lines of a log and, if it is followed, then what it grows by until its end."""
     passed, end = 0, deque[str](maxlen=count)
     try:
         for line in lines(read(False)):
@@ -210,22 +204,13 @@ def last_lines(
         passed = max(0, passed - len(text))
 
 
-def only(role: str, pieces: Iterable[str]) -> Iterator[str]:
-    """The lines of one role of a group's log, or of one replica ``role/0``."""
-    name = re.escape(role) if re.search(r"/\d+$", role) else rf"{re.escape(role)}/\d+"
-    return _beginning(re.compile(rf"{name}\| "), pieces)
-
-
-def of_element(index: int, pieces: Iterable[str]) -> Iterator[str]:
-    """The lines of one element of an array's log."""
-    return _beginning(re.compile(rf"{index}\| "), pieces)
-
-
-def _beginning(begins: re.Pattern[str], pieces: Iterable[str]) -> Iterator[str]:
-    """The lines that begin so."""
+def only(who: str, pieces: Iterable[str]) -> Iterator[str]:
+    """The lines of one role of a group, of one replica ``role/0``, or of the element ``17``."""
+    replica = "" if re.search(r"(^|/)\d+$", who) else r"/\d+"
+    begins = re.compile(rf"{re.escape(who)}{replica}\| ")
     wanted, whole = False, True
     for piece in pieces:
-        if whole:  # else it goes on with a line that was too long
+        if whole:  # else it continues a line that was too long
             wanted = begins.match(piece) is not None
         whole = piece.endswith("\n")
         if wanted:

@@ -14,10 +14,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock
 from nemo_run.config import get_nemorun_home
@@ -44,23 +44,14 @@ _CHECKED = ConfigDict(allow_inf_nan=False)
 
 @dataclass(frozen=True, config=_CHECKED)
 class AttemptRecord:
-    """One attempt as it was last seen. Times are seconds since the epoch.
-
-    Attributes:
-        submission_id: its name on the cluster.
-        state, reason: values of a ``JobState`` and of a ``Reason``.
-        detail: why, in a sentence.
-        node: hexadecimal id of the node of its driver; empty when it had none.
-        posted_at: when Ray got it.
-        running_at: when it began to run; ``None`` when no process saw that.
-        ended_at: when it ended; ``None`` when no process saw that.
-        exit_code: of its command; ``None`` when it has none.
-    """
+    """One attempt as it was last seen. Times are seconds since the epoch, if somebody saw them."""
 
     submission_id: str
+    #: Values of a ``JobState`` and of a ``Reason``, and why, in a sentence.
     state: str
     reason: str = ""
     detail: str = ""
+    #: Hexadecimal id of the node of its driver; empty when it had none.
     node: str = ""
     posted_at: float = 0.0
     running_at: float | None = None
@@ -94,52 +85,40 @@ def merged(kept: Attempts, seen: Attempts) -> dict[str, AttemptRecord]:
 
 @dataclass(frozen=True, config=_CHECKED)
 class JobRecord:
-    """One job as the ledger knows it.
+    """One job as the ledger knows it."""
 
-    Attributes:
-        submission_id: its name on the cluster.
-        job: its name in NeMo-Run.
-        cluster: ``Cluster.record()`` of its cluster.
-        session: Ray's name of the cluster's life that got it.
-        nonces: one of every submission, by whatever process; they tell this job from another one
-            that took the same id.
-        exp_dir: folder of its experiment.
-        dispatcher: id of the dispatcher that submits it; empty when the client did.
-        is_dispatcher: it is an attempt of that dispatcher itself.
-        has_roles: it is a group.
-        is_array: it is an array.
-        place: which job of its experiment it is, from 0, in the order in which they were added.
-        grace_s: seconds from SIGTERM to SIGKILL when it is cancelled.
-        reservation: the parts of its request to Ray that say what it asks for; empty when it asks
-            for nothing, is a group, or was submitted by a version that did not write them down.
-        keep_logs_max_bytes: bytes of its log that the folder keeps; ``None`` is all of it.
-        log_copy: beginning of the path of a second file for its log; empty for none.
-        intended_at: when it was last about to be submitted, in seconds since the epoch.
-        last: the last event of its submission.
-        terminal: its status, once a client has written down its end.
-        attempts: what was seen of its attempts, by submission id.
-        is_log_given_up: its log could not be copied, and is not tried again.
-    """
-
+    #: Its name on the cluster, and its name in NeMo-Run.
     submission_id: str
     job: str
+    #: ``Cluster.record()`` of its cluster, and Ray's name of the cluster's life that got it.
     cluster: dict[str, Any]
     session: str
+    #: One of every submission, by whatever process; they tell it from a job that took the same id.
     nonces: list[str]
     exp_dir: Path
+    #: Id of the dispatcher that submits it, or whose attempt it is; empty when the client did.
     dispatcher: str = ""
     is_dispatcher: bool = False
     has_roles: bool = False
     is_array: bool = False
+    #: Which job of its experiment it is, from 0, in the order in which they were added.
     place: int = 0
     grace_s: float = 10.0
+    #: The parts of its request to Ray that say what it asks for; empty of a group.
     reservation: Mapping[str, Any] = field(default_factory=dict)
+    #: Bytes of its log that the folder keeps; ``None`` is all of it.
     keep_logs_max_bytes: int | None = 0
+    #: Beginning of the path of a second file for its log; empty for none.
     log_copy: str = ""
+    #: When it was last about to be submitted, in seconds since the epoch.
     intended_at: float = 0.0
+    #: The last event of its submission.
     last: str = INTENT
+    #: Its status, once a client has written down its end.
     terminal: JobStatus | None = None
+    #: What was seen of its attempts, by submission id.
     attempts: Mapping[str, AttemptRecord] = field(default_factory=dict)
+    #: Its log could not be copied, and is not tried again.
     is_log_given_up: bool = False
 
 
@@ -153,7 +132,8 @@ class Ledger:
         self.exp_dir = exp_dir
         self.path = exp_dir / LEDGER
         self._lock = threading.Lock()
-        self._forget(None)
+        self._offset = 0
+        self._records: dict[str, JobRecord] = {}
 
     def write(self, event: str, submission_id: str, **values: Any) -> None:
         """Append one event; on return it is on the disk."""
@@ -167,18 +147,12 @@ class Ledger:
             for event, name, values in events
         )
         try:
-            with FileLock(f"{self.path}.lock"), open(self.path, "ab+") as file:
-                file.seek(0, os.SEEK_END)
-                if file.tell() > 0:
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # a writer died in the middle of its line
-                        file.write(b"\n")
+            with FileLock(f"{self.path}.lock"), open(self.path, "ab") as file:
                 file.write(lines.encode())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            if error.errno:
-                error.filename = str(self.path)  # a write that fails names no file
+            error.filename = str(self.path)  # a write that fails names no file
             raise
 
     def note(self, event: str, submission_id: str, **values: Any) -> None:
@@ -205,24 +179,18 @@ class Ledger:
         """When the first job was submitted, in seconds since the epoch."""
         return min((record.intended_at for record in self.jobs().values()), default=None)
 
-    def _forget(self, inode: int | None) -> None:
-        self._inode, self._offset = inode, 0
-        self._records: dict[str, JobRecord] = {}
-
     def _read(self) -> None:
         """Take into account what was added to the file. The lock is held."""
-        try:
-            file = open(self.path, "rb")  # noqa: SIM115
-        except FileNotFoundError:
-            self._forget(None)
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < self._offset:
+            self._offset, self._records = 0, {}
+        if not self._offset and size:
+            why = why_untrusted(str(self.path))
+            if why:  # addresses of other users would get this user's variables and token
+                raise JobError(f"The jobs of {self.exp_dir} are not looked at. {why}")
+        if size == self._offset:
             return
-        with file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._offset:
-                why = why_untrusted(str(self.path))
-                if why:  # addresses of other users would get this user's variables and token
-                    raise JobError(f"The jobs of {self.exp_dir} are not looked at. {why}")
-                self._forget(found.st_ino)
+        with open(self.path, "rb") as file:
             file.seek(self._offset)
             for line in file.readlines():
                 try:
@@ -230,27 +198,26 @@ class Ledger:
                         self._add(json.loads(line))
                 except (KeyError, TypeError, ValueError, RecursionError):
                     if not line.endswith(b"\n"):
-                        return  # perhaps its writer is at it
+                        return  # perhaps it is being written
                     log.warning("A line of %s is no record: %r", self.path, line[:80])
                 self._offset += len(line)
 
     def _add(self, event: Any) -> None:
         """Take the next event into account."""
         name, kind, at = event["id"], event["event"], float(event.get("at") or 0.0)
-        record = self._records.get(name)
         if kind == INTENT:
+            before = self._records.get(name)
             own = {
                 "submission_id": name,
                 "exp_dir": self.exp_dir,
                 "intended_at": at,
-                "nonces": [*(record.nonces if record else ()), event["nonce"]],
-                "attempts": record.attempts if record else {},
+                "nonces": [*(before.nonces if before else ()), event["nonce"]],
+                "attempts": before.attempts if before else {},
             }
-            record = JobRecord(**{**event, **own})
-        elif record is None:
-            log.warning("The ledger in %s tells of %s too early.", self.exp_dir, name)
+            self._records[name] = JobRecord(**{**event, **own})
             return
-        elif kind in (TERMINAL, SEEN):
+        record = self._records[name]
+        if kind in (TERMINAL, SEEN):
             # Several processes look, and each knows what it has seen.
             seen = [AttemptRecord(**values) for values in event.get("attempts") or ()]
             attempts = merged(record.attempts, {one.submission_id: one for one in seen})
@@ -264,61 +231,39 @@ class Ledger:
 
 
 class Kept:
-    """The files of one job.
-
-    Args:
-        exp_dir: the experiment's folder.
-        submission_id: of the job.
-        copy: beginning of the path of a second file for the log; empty for none.
-    """
+    """The files of one job. ``copy`` begins the path of a second file for its log, if any."""
 
     def __init__(self, exp_dir: Path, submission_id: str, copy: str = "") -> None:
         # Whatever a ledger says, the name's end is this one: no other file is replaced.
         self._copy = Path(f"{copy}_{submission_id}_srun.log") if copy else None
         self._id = submission_id
-        self._log = exp_dir / "ray_logs" / f"{submission_id}.log"
-
-    @property
-    def has_log(self) -> bool:
-        return self._log.exists()
-
-    def log(self) -> Iterator[str]:
-        """The text, piece by piece."""
-        with open(self._log, encoding="utf-8", newline="") as file:
-            while text := file.read(65536):
-                yield text
+        self.log = exp_dir / "ray_logs" / f"{submission_id}.log"
 
     def keep_log(self, texts: Iterable[str], most_bytes: int | None = None) -> None:
         """Write the log, and a second one where that belongs on this machine.
 
         None is left when reading or writing the first one fails.
         """
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         pieces = (text.encode(errors="replace") for text in texts)
-        with replacing(self._log) as file:
-            if most_bytes is None:
-                file.writelines(pieces)
-            else:
-                _write_end(pieces, most_bytes, file)
+        with replacing(self.log) as file:
+            file.writelines(pieces if most_bytes is None else _end_of(pieces, most_bytes))
         if self._copy is not None and self._copy.parent.parent.is_dir():
-            try:
-                self._copy.parent.mkdir(exist_ok=True)
-                with open(self._log, "rb") as kept, replacing(self._copy) as file:
-                    shutil.copyfileobj(kept, file)
-            except OSError as error:
-                log.warning("The log is not written to %s too: %s", self._copy, error)
+            self._copy.parent.mkdir(exist_ok=True)
+            with open(self.log, "rb") as kept, replacing(self._copy) as file:
+                shutil.copyfileobj(kept, file)
 
     def file(self, kind: str) -> Path:
         """A file that was kept of its driver."""
-        return self._log.with_name(f"{self._id}.{kind}")
+        return self.log.with_name(f"{self._id}.{kind}")
 
     def keep(self, kind: str, text: str) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         write_file(self.file(kind), text)
 
 
-def _write_end(pieces: Iterable[bytes], most_bytes: int, file: IO[bytes]) -> None:
-    """Write the last ``most_bytes`` at most, from the beginning of a line on."""
+def _end_of(pieces: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
+    """The last ``most_bytes`` at most, from the beginning of a line on."""
     end, size = bytearray(), 0
     for piece in pieces:
         end += piece
@@ -326,43 +271,33 @@ def _write_end(pieces: Iterable[bytes], most_bytes: int, file: IO[bytes]) -> Non
         del end[: max(0, len(end) - most_bytes)]
     if size > most_bytes:
         del end[: end.find(b"\n") + 1]  # of a line that is longer the end is kept
-        end = bytearray(end.decode(errors="ignore").encode())
-        file.write(
+        yield (
             f"{CUT}{size - len(end)} bytes of this log are not kept: "
             f"RayExecutor.keep_logs_max_bytes is {most_bytes}\n".encode()
         )
-    file.write(end)
+    yield bytes(end)
 
 
 class ExperimentStore:
-    """The knowledge of one experiment on this machine; a process has one object for each folder.
-
-    Attributes:
-        exp_dir: the experiment's folder.
-        ledger: its ledger.
-        dispatches: the experiment's dispatches, by id.
-        waiters: objects of this process that wait for its jobs; as long as there is one, what is
-            seen of the jobs is recorded.
-        lock: guards what several threads do once.
-        packing: guards the files that packagers write.
-        recording: guards what is written of jobs that were seen.
-        copying: guards the copies of logs.
-        waited_at: when this process saw an attempt that did not run, last.
-        copy_again_at: when the log of a job is to be copied again, by the monotonic clock.
-        reported: job, state and reason that were shown to this process's user.
-    """
+    """The knowledge of one experiment on this machine; a process has one object for each folder."""
 
     def __init__(self, exp_dir: Path) -> None:
         self.exp_dir = exp_dir
         self.ledger = Ledger(exp_dir)
         self.dispatches: dict[str, Any] = {}
+        #: Objects of this process that wait for its jobs. As long as there is one, what is seen of
+        #: the jobs is recorded.
         self.waiters: set[object] = set()
+        #: Guards what several threads do once, and three things that take longer.
         self.lock = threading.Lock()
         self.packing = threading.Lock()
         self.recording = threading.Lock()
         self.copying = threading.Lock()
+        #: When this process saw an attempt that did not run, last.
         self.waited_at: dict[str, float] = {}
-        self.copy_again_at: dict[str, float] = {}
+        #: The jobs that have ended of which everything is copied, or given up.
+        self.copied: set[str] = set()
+        #: Job, state and reason that were shown to this process's user.
         self.reported: set[tuple[str, JobState, Reason]] = set()
 
 
@@ -440,30 +375,13 @@ def _folders() -> list[Path]:
 
 def find_record(submission_id: str) -> JobRecord:
     """The record of a job by its id alone, from NeMo-Run's home."""
-    for exp_dir in _candidates({submission_id}):
-        record = store_of(exp_dir).ledger.job(submission_id)
-        if record is not None:
-            return record
+    for folder in _folders():
+        # A shortened id may have lost the end of the experiment's.
+        if submission_id.startswith(f"{safe_id(folder.name)}.") or len(submission_id) >= ID_MAX:
+            record = store_of(folder).ledger.job(submission_id)
+            if record is not None:
+                return record
     raise JobError(
         f"No experiment below {get_nemorun_home()} has submitted a Ray job {submission_id}. Is the "
         "handle right, and NEMORUN_HOME that of the run?"
     )
-
-
-def experiments_of(submission_ids: Set[str]) -> list[Path]:
-    """Folders of this user's experiments in NeMo-Run's home that submitted one of these jobs."""
-    return [
-        folder
-        for folder in _candidates(submission_ids)
-        if not why_untrusted(str(folder / LEDGER))
-        and not submission_ids.isdisjoint(store_of(folder).ledger.jobs())
-    ]
-
-
-def _candidates(submission_ids: Set[str]) -> Iterator[Path]:
-    """The folders of experiments that may have submitted one of these jobs, by their names."""
-    for folder in _folders():
-        begin = f"{safe_id(folder.name)}."
-        # A shortened id may have lost the end of the experiment's.
-        if any(one.startswith(begin) or len(one) >= ID_MAX for one in submission_ids):
-            yield folder

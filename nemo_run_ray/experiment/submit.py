@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
@@ -31,7 +32,6 @@ from nemo_run_ray.experiment.archives import (
     code_archive,
     job_archive,
     package_archive,
-    packager_key,
     script_problem,
     secrets_archive,
     upload,
@@ -68,27 +68,21 @@ DIRECT_MAX = 16
 
 @dataclass
 class Batch:
-    """The jobs of one experiment on one cluster: what they share is built and uploaded once.
-
-    Attributes:
-        exp_dir: NeMo-Run's folder of the experiment.
-        cluster: where all of them go.
-        plans: all jobs by name, those that are not submitted yet among them.
-        executors: by the job's name, with the job's place in the experiment, from 0.
-        dispatcher_id: id of the dispatcher, if there is one.
-        is_ordered: the jobs' order is kept on the cluster, by that dispatcher. Otherwise NeMo-Run
-            keeps it, and each job is submitted by itself.
-        names: of the jobs, by their submission ids.
-        before_post: called before anything is sent, and raises to forbid it.
-    """
+    """The jobs of one experiment on one cluster: what they share is built and uploaded once."""
 
     exp_dir: Path
     cluster: Cluster
+    #: All jobs by name, those that are not submitted yet among them.
     plans: dict[str, JobPlan] = field(default_factory=dict)
+    #: By the job's name, with the job's place in the experiment, from 0.
     executors: dict[str, tuple[RayExecutor, int]] = field(default_factory=dict)
     dispatcher_id: str = ""
+    #: The jobs' order is kept on the cluster, by that dispatcher. Otherwise NeMo-Run keeps it, and
+    #: each job is submitted by itself.
     is_ordered: bool = True
+    #: Of the jobs, by their submission ids.
     names: dict[str, str] = field(default_factory=dict)
+    #: Called before anything is sent, and raises to forbid it.
     before_post: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _dispatched: dict[str, NemoRunRayError | None] = field(default_factory=dict)
@@ -101,16 +95,7 @@ class Batch:
         self.plans[name], self.executors[name] = planned, (executor, place)
 
     def check(self, planned: JobPlan, is_dry: bool) -> None:
-        """Refuse a job that could not be submitted, or whose script is not there.
-
-        Args:
-            planned: the job.
-            is_dry: nothing of the experiment is submitted; what is packed is not kept.
-
-        Raises:
-            ConfigError: a secret is not set, or a script is not there.
-            PackagingFailed: a packager delivers no archive.
-        """
+        """Refuse a job that could not be submitted; of a dry run what is packed is not kept."""
         secrets_archive(planned.spec.secrets, "", planned.secret_places)
         if planned.job == next(iter(self.plans), planned.job):
             # The files may have changed since the last dry run, which kept none.
@@ -122,7 +107,7 @@ class Batch:
                 raise ConfigError(f"The job {planned.job!r} cannot run: {problem}")
 
     def _code_archive(self, packager: Packager, is_dry: bool = False) -> Archive:
-        name = packager_key(packager)
+        name = hashlib.sha256(repr(packager).encode()).hexdigest()[:12]
         if name not in self._code:
             # Another cluster's batch writes the same file.
             with store_of(self.exp_dir).packing, tempfile.TemporaryDirectory() as temporary:
@@ -156,32 +141,25 @@ class Batch:
         with self._lock:
             self._check_fit()
             self.before_post()
-            shared, code = self._shared(), self._code_of(planned)
-            for archive in (*code.values(), *shared):
+            shared = self._shared()
+            code, body = self._request(planned, [*shared, hidden], nonce)
+            for archive in (*code, *shared):
                 upload(self._api, archive)
         self._api.put_package(hidden.name, hidden.pack())
-        uris = {role: archive.uri for role, archive in code.items()}
-        body = planned.body(uris, [archive.uri for archive in (*shared, hidden)], nonce)
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
         submit_once(self.exp_dir, self._intent(planned, nonce), self._api, body)
 
     def _dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
         """Write the plan of a dispatch down and start its dispatcher."""
         places = joined_places(planned.secret_places for planned in jobs)
-        for planned in jobs:
-            secrets_archive(planned.spec.secrets, "", places)  # they must be set
         self._check_fit()
         shared = self._shared()
         uploads = {archive.uri: archive for archive in shared}
         dispatched, intents = [], []
-        by_name = {planned.job: planned for planned in jobs}
-        upstreams = {planned.job: planned.after for planned in jobs}
-        for job in TopologicalSorter(upstreams).static_order():
-            planned, nonce = by_name[job], secrets.token_hex(8)
-            code = self._code_of(planned)
-            uploads.update({archive.uri: archive for archive in code.values()})
-            uris = {role: archive.uri for role, archive in code.items()}
-            body = planned.body(uris, [archive.uri for archive in shared], nonce)
+        for planned in jobs:  # NeMo-Run adds a job after those that it depends on
+            nonce = secrets.token_hex(8)
+            code, body = self._request(planned, shared, nonce)
+            uploads.update({archive.uri: archive for archive in code})
             outside = [outside_spec(it, self._api, self._session) for it in planned.outside]
             dispatched.append(planned.dispatched(body, outside, name))
             intents.append(self._intent(planned, nonce, name))
@@ -196,14 +174,18 @@ class Batch:
         )
         pythons = dict.fromkeys([self.cluster.python, *(plan.spec.python for plan in jobs)])
         dispatch = Dispatch.of(self.exp_dir, name)
-        dispatch.save(spec, uploads, [python for python in pythons if python], places)
+        dispatch.save(spec, uploads.values(), [python for python in pythons if python], places)
         self.before_post()
         store_of(self.exp_dir).ledger.write_all(intents)
         start_dispatcher(dispatch, self._api, self.cluster.record())
 
-    def _code_of(self, planned: JobPlan) -> dict[str, Archive]:
-        """The code of each role."""
-        return {role: self._code_archive(packager) for role, packager in planned.packagers.items()}
+    def _request(
+        self, planned: JobPlan, archives: Sequence[Archive], nonce: str
+    ) -> tuple[list[Archive], dict[str, Any]]:
+        """The code of a job, and its request, which names that and the other archives."""
+        code = {role: self._code_archive(packager) for role, packager in planned.packagers.items()}
+        uris = {role: archive.uri for role, archive in code.items()}
+        return [*code.values()], planned.body(uris, [archive.uri for archive in archives], nonce)
 
     def _intent(self, planned: JobPlan, nonce: str, dispatcher: str = "") -> Event:
         executor, place = self.executors[planned.job]
@@ -314,11 +296,6 @@ def handles_of(
                 f"RayExecutor.dependencies names {name!r}, and NeMo-Run's home has no experiment "
                 f"of that title or id.{meant} Nothing was sent. `nemo-run-ray list --all` lists "
                 "those that reached a cluster."
-            )
-        if folder == exp_dir:
-            raise ConfigError(
-                f"RayExecutor.dependencies names {name!r}, which is the experiment itself; use the "
-                "dependencies of `experiment.add` for its own jobs. Nothing was sent."
             )
         records = [job for job in store_of(folder).ledger.jobs().values() if not job.is_dispatcher]
         missing = sorted(set(jobs_of(folder)) - {record.job for record in records})

@@ -25,12 +25,11 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, Role, R
 
 from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray.dashboard.http import pause
 from nemo_run_ray.errors import (
-    NO_SPACE,
     ConfigError,
     JobError,
     NemoRunRayError,
-    SubmissionError,
     as_markup,
     shown,
     without_traceback,
@@ -38,9 +37,9 @@ from nemo_run_ray.errors import (
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment.archives import described
 from nemo_run_ray.experiment.dispatch import Snapshot, dispatches_of, resume, tend, tend_until
-from nemo_run_ray.experiment.job import RemoteJob, find_job, jobs_of, record
+from nemo_run_ray.experiment.job import RemoteJob, cancel_one, find_job, jobs_of, record
 from nemo_run_ray.experiment.logs import lines, only
-from nemo_run_ray.experiment.store import INTENT, remember, store_of
+from nemo_run_ray.experiment.store import remember, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
 from nemo_run_ray.nemo import registry
@@ -89,12 +88,6 @@ class Interrupt:
             raise NemoRunRayError("Interrupted. Jobs that were not submitted before are not sent.")
         self._has_sent = True
 
-    def end_wait(self, job: str, status: JobStatus) -> None:
-        """Raise in a thread that waits for a job, after Ctrl-C."""
-        main = threading.current_thread() is threading.main_thread()
-        if interrupted.is_set() and not main and not status.state.is_terminal:
-            raise NemoRunRayError(f"The wait for {job} was interrupted; the job continues.")
-
     def _note(self, number: int, frame: Any) -> None:
         interrupted.set()
         text = self._help if self._has_sent else "Interrupted. Nothing of {name} was submitted."
@@ -133,11 +126,10 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._experiment = experiment
         self._batches: dict[str, Batch] = {}
         self._jobs: dict[str, RemoteJob] = {}
-        self._announced: set[str] = set()
+        self._is_announced = False
         #: Set when this process does not wait for the jobs any more.
         self._tending: threading.Event | None = None
-        self._order: tuple[int, dict[str, tuple[int, dict[str, None]]]] = -1, {}
-        self._is_ordered = True
+        self._order: tuple[int, dict[str, tuple[int, dict[str, None]]], bool] = -1, {}, True
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ submission
@@ -153,12 +145,11 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         batch = self._batch(cfg)
         planned, place = self._in_order(planned, batch)
         submission_id = planned.submission_id
-        names = {id_: f"the job {name!r}" for id_, name in batch.names.items()}
-        other = {**names, batch.dispatcher_id: "the dispatcher"}.get(submission_id)
-        if other not in (None, f"the job {planned.job!r}"):
+        is_dispatcher = submission_id == batch.dispatcher_id
+        if is_dispatcher or batch.names.get(submission_id, planned.job) != planned.job:
             raise ConfigError(
                 f"The job {planned.job!r} would get the id {submission_id} on the cluster, which "
-                f"{other} of the experiment has; give it another name."
+                "another job of the experiment or its dispatcher has; give it another name."
             )
         batch.check(planned, is_dry=not is_running)
         batch.add(planned, cfg, place)
@@ -170,9 +161,9 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         # Read anew with the first job, and with a new one: there may be thousands.
         is_first = not batch.plans or planned.job == next(iter(batch.plans))
         if is_first or self._order[0] != count:
-            self._order = count, registry.order_of(self._experiment)
-            self._is_ordered = registry.is_ordered_by_us(self._experiment)
-        batch.is_ordered = self._is_ordered
+            is_ordered = registry.is_ordered_by_us(self._experiment)
+            self._order = count, registry.order_of(self._experiment), is_ordered
+        _, order, batch.is_ordered = self._order
         if planned.executor.max_in_flight and not batch.is_ordered:
             raise ConfigError(
                 f"RayExecutor.max_in_flight of {planned.job!r} is {planned.executor.max_in_flight}"
@@ -187,52 +178,38 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             for handle in dict.fromkeys([*(before.outside if before else ()), *named])
             if handle.rpartition("/")[2] not in batch.names
         )
-        place, after = self._order[1].get(planned.job, (0, {}))
+        place, after = order.get(planned.job, (0, {}))
         after = after if batch.is_ordered else {}
         return replace(planned, after=tuple(after), outside=outside), place
 
     def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
         request = dryrun_info.request
         batch = request.batch
-        try:
-            self._announce()
-            submission_id: str = batch.submit(request.plan.job)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            raise SubmissionError(
-                f"The job {request.plan.submission_id} was not submitted, as "
-                f"{error.filename or batch.exp_dir} cannot be written: {error.strerror}. Make "
-                "room, or name another home by NEMORUN_HOME, and run it again."
-            ) from error
+        self._announce()
+        submission_id: str = batch.submit(request.plan.job)
         try:
             if registry.is_detached(self._experiment):
                 batch.cluster.detach()
         except NemoRunRayError as error:  # the job runs: its launch has not failed
             CONSOLE.log(as_markup(str(error)))
-        self._tend(batch.exp_dir)
+        with self._lock:  # this process looks after the jobs for as long as it stays for them
+            if self._tending is None and not registry.is_detached(self._experiment):
+                self._tending = threading.Event()
+                store_of(batch.exp_dir).waiters.add(self)
+                threading.Thread(
+                    target=tend_until, args=(batch.exp_dir, self._tending), name="tend", daemon=True
+                ).start()
         CONSOLE.log(as_markup(f"{request.plan.job} on Ray: {batch.page(request.plan.job)}"))
         return submission_id
 
-    def _tend(self, exp_dir: Path) -> None:
-        """Look after the experiment's jobs for as long as this process stays for them."""
-        with self._lock:
-            if self._tending is None and not registry.is_detached(self._experiment):
-                self._tending = threading.Event()
-                store_of(exp_dir).waiters.add(self)
-                threading.Thread(
-                    target=tend_until, args=(exp_dir, self._tending), name="tend", daemon=True
-                ).start()
-
     def _batch(self, executor: RayExecutor) -> Batch:
         cluster: Cluster = executor.resolve_cluster()
-        key = json.dumps([executor.experiment_dir, cluster.record()], sort_keys=True)
+        key = json.dumps(cluster.record(), sort_keys=True)
         if key not in self._batches:
             folder = Path(executor.experiment_dir)
-            others = [batch for batch in self._batches.values() if batch.exp_dir == folder]
             name = dispatcher_id(executor.experiment_id or "experiment")
-            if others:  # on another cluster, and a ledger has one job of an id
-                name = f"{name}-{len(others) + 1}"
+            if self._batches:  # on another cluster, and a ledger has one job of an id
+                name = f"{name}-{len(self._batches) + 1}"
             batch = Batch(folder, cluster, dispatcher_id=name, before_post=interrupt.forbid)
             self._batches[key] = batch
         return self._batches[key]
@@ -240,17 +217,13 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     def _announce(self) -> None:
         """Let later processes find the experiment's jobs: once, before the first request."""
         with self._lock:
-            if self._experiment is None or self._experiment._id in self._announced:
+            if self._experiment is None or self._is_announced:
                 return
-            ids = {
-                name: job_plan.submission_id
-                for batch in self._batches.values()
-                if batch.exp_dir == registry.experiment_dir(self._experiment)
-                for name, job_plan in batch.plans.items()
-            }
+            plans = [plan for batch in self._batches.values() for plan in batch.plans.values()]
+            ids = {plan.job: plan.submission_id for plan in plans}
             remember(registry.experiment_dir(self._experiment))
             registry.save_handles(self._experiment, ids)
-            self._announced.add(self._experiment._id)
+            self._is_announced = True
 
     # ------------------------------------------------------------------ questions
 
@@ -266,7 +239,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if store_of(job.record.exp_dir).waiters:
             record([(job, status)], snapshot)
         _report(job, status)
-        interrupt.end_wait(app_id, status)
+        if not status.state.is_terminal:
+            pause(0, f"{app_id}, which continues")
         state = torchx_state(status)
         name = job.name
         replica = ReplicaStatus(id=0, state=state, role=name, hostname=status.node)
@@ -289,10 +263,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        if streams not in (None, Stream.COMBINED):
-            raise ValueError(
-                f"Ray keeps one log of a job; there is no stream {streams.value} alone."
-            )
         job = self._job(app_id)
         found = _readable(lines(job.output(follow=should_tail)), job)
         if role_name != job.name:  # of a group
@@ -306,11 +276,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     # ------------------------------------------------------------------ endings
 
     def _cancel_existing(self, app_id: str) -> None:
-        job = self._job(app_id)
-        status = job.cancel()
-        proof = job.proof_of_end(status) if status.state is JobState.CANCELLED else ""
-        ending = f"; {proof}" if proof else ""
-        CONSOLE.log(as_markup(f"{app_id} is {status.state.value.lower()}{ending}."))
+        CONSOLE.log(as_markup(f"{cancel_one(self._job(app_id))}."))
 
     def close(self) -> None:
         interrupt.unwatch()
@@ -322,10 +288,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
-            job = find_job(app_id)
-            if job.record.last == INTENT:
-                return job  # its submission goes on, perhaps in another process: look again
-            self._jobs[app_id] = job
+            self._jobs[app_id] = find_job(app_id)
         return self._jobs[app_id]
 
     def _validate(self, app: AppDef, scheduler: str) -> None:
@@ -372,16 +335,7 @@ def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:
 
 
 #: JobState -> torchx's word, which is what NeMo-Run shows. torchx has no word for LOST.
-TO_TORCHX = {
-    JobState.WAITING: AppState.UNSUBMITTED,
-    JobState.PENDING: AppState.PENDING,
-    JobState.RUNNING: AppState.RUNNING,
-    JobState.SUCCEEDED: AppState.SUCCEEDED,
-    JobState.FAILED: AppState.FAILED,
-    JobState.CANCELLED: AppState.CANCELLED,
-    JobState.LOST: AppState.FAILED,
-    JobState.UNKNOWN: AppState.UNKNOWN,
-}
+_TORCHX = {"WAITING": "UNSUBMITTED", "LOST": "FAILED"}
 #: Reasons of waits of dispatched jobs.
 _ON_THE_CLUSTER = {Reason.WAITS, Reason.TURN, Reason.RETRY, Reason.UNDISPATCHED}
 
@@ -393,7 +347,7 @@ def torchx_state(status: JobStatus) -> AppState:
     """
     if status.state is JobState.WAITING and status.reason in _ON_THE_CLUSTER:
         return AppState.SUBMITTED
-    return TO_TORCHX[status.state]
+    return AppState[_TORCHX.get(status.state.value, status.state.value)]
 
 
 def resume_experiment(experiment: Any) -> Iterator[str]:

@@ -18,7 +18,6 @@ from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import (
     ClusterError,
     ConfigError,
-    JobError,
     StreamCut,
     Unanswered,
     Unreachable,
@@ -89,7 +88,7 @@ def test_a_stream_begins_before_the_deadline():
     with (
         serving(Hostile, pieces=staticmethod(drip(OK, b"X-A: 1\r\n"))) as url,
         pytest.raises(http.httpx.ReadTimeout),
-        Http(Dashboard(url)).stream("/log", 0.5, {}),
+        Http(Dashboard(url)).answer("GET", "/log", 0.5, is_stream=True),
     ):
         pass
 
@@ -108,24 +107,6 @@ def test_an_answer_that_does_not_end_is_given_up_at_a_size(monkeypatch):
         with pytest.raises(Unreachable, match="more than 1 MiB") as caught:
             Http(Dashboard(url)).get("/api/jobs/")
         assert not isinstance(caught.value, Unanswered)
-
-
-def test_an_answer_says_when_to_ask_again():
-    asked: list[float] = []
-
-    class Front(Handler):
-        def answer(self) -> None:
-            asked.append(time.monotonic())
-            if len(asked) <= 2:
-                self.send(429, "slow down", Retry_After="1")
-            else:
-                self.send(200, "[]")
-
-    with serving(Front) as url:
-        assert http.repeat(lambda: Http(Dashboard(url)).get("/"), 8).json() == []
-    first, second, third = asked
-    assert second - first >= 1
-    assert third - second >= 1
 
 
 def test_nothing_is_unpacked():
@@ -224,7 +205,7 @@ def test_the_proxy_of_an_address_is_chosen_once(proxies, variables, proxy):
 )
 def test_a_proxy_that_cannot_be_used_is_named_by_its_variable(proxies, name, proxy):
     proxies(**{name: proxy})
-    with pytest.raises(ConfigError, match=f"variable {name} ") as caught:
+    with pytest.raises(ConfigError, match=f"(?i)variable {name} ") as caught:
         Http(Dashboard(FRONT))
     assert "s3cret" not in str(caught.value)
 
@@ -246,18 +227,3 @@ def test_requests_and_a_logs_websocket_take_the_same_proxy(proxies):
         with pytest.raises(StreamCut):
             next(api.tail_log("job", lambda: True))
     assert asked == [f"GET {FRONT}/api/jobs/", "CONNECT ray.example.org:8265"]
-
-
-def test_a_log_that_is_too_large_for_the_jobs_api_is_given_up(monkeypatch):
-    monkeypatch.setattr(http, "ANSWER_MAX_BYTES", 2)
-
-    class Closed(Handler):
-        def answer(self) -> None:
-            is_log = self.path == "/api/jobs/x/logs"
-            self.send(200 if is_log else 403, '{"logs": "much"}')
-
-    monkeypatch.setattr(JobsApi, "job", lambda *_: {"driver_node_id": "a"})
-    with serving(Closed) as url:
-        api = JobsApi(Dashboard(url))
-        with pytest.raises(JobError, match=r"more than 0 MiB and .*/file is closed"):
-            list(api.whole_log("x"))

@@ -12,18 +12,17 @@ from websockets.sync.server import Server, ServerConnection, serve
 from nemo_run_ray.clusters.base import Dashboard
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.errors import StreamCut, Unanswered
+from nemo_run_ray.errors import StreamCut
 
 
 class Head:
-    """Sends a text, or none, and is silent then; ``answers`` are those to the looks at the job.
+    """Sends a text, or none, and is silent then.
 
     It sends on to ``elsewhere`` when that is set, and ``asked`` are the headers of all requests.
     """
 
     def __init__(self) -> None:
         self.texts = ["begins\n"]
-        self.answers: list[str | Exception] = []
         self.elsewhere = ""
         self.asked: list[dict[str, str]] = []
         self._server: Server = serve(self._send, "127.0.0.1", 0, process_request=self._admit)
@@ -31,7 +30,6 @@ class Head:
         port = self._server.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.api = JobsApi(Dashboard(self.url, {"X-Proxy-Token": "secret"}))
-        self.api.job = self._row
 
     def close(self) -> None:
         self._server.shutdown()
@@ -44,12 +42,6 @@ class Head:
         answer.headers["Location"] = self.elsewhere
         return answer
 
-    def _row(self, _: str) -> dict[str, str]:
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return {"status": answer}
-
     def _send(self, connection: ServerConnection) -> None:
         for text in self.texts:
             connection.send(text)
@@ -61,36 +53,21 @@ class Head:
 def head(monkeypatch) -> Iterator[Head]:
     """Its seconds are milliseconds, but for those until the first text."""
     monkeypatch.setattr(jobs, "_BEGIN_S", 60.0)
-    for name in ("_LOOK_S", "_UNANSWERED_S", "_SILENCE_MAX_S"):
+    for name in ("_LOOK_S", "_SILENCE_MAX_S"):
         monkeypatch.setattr(jobs, name, getattr(jobs, name) / 1000)
     head = Head()
     yield head
     head.close()
 
 
-def cut(head: Head) -> str:
-    """How a stream that has begun is cut."""
-    texts = head.api.tail_log("job", lambda: pytest.fail("it has begun"))
-    assert next(texts) == "begins\n"
-    with pytest.raises((StreamCut, Unanswered)) as raised:
-        next(texts)
-    return str(raised.value)
-
-
 @pytest.mark.parametrize(
-    ("answers", "end"),
-    [
-        (["RUNNING", "RUNNING", "SUCCEEDED"], "the log of job was silent for 0 s"),
-        (["RUNNING", Unanswered("busy"), "FAILED"], "the log of job was silent for 0 s"),
-        (["RUNNING"] * 3 + [Unanswered("away")], "away"),
-        (["RUNNING"] * 60, "the log of job was silent for 0 s"),  # 60 times 5 s
-    ],
-    ids=["ended", "a look that nobody answers", "a dead cluster", "five minutes"],
+    ("looks", "count"), [([True, True, False], 3), ([True] * 99, 59)], ids=["ended", "five minutes"]
 )
-def test_a_stream_that_stands_still_is_cut_at_a_look(head, answers, end):
-    head.answers = [*answers, "unasked"]
-    assert cut(head) == end
-    assert head.answers == ["unasked"]
+def test_a_stream_that_stands_still_is_left(head, looks, count):
+    asked = []
+    texts = head.api.tail_log("job", lambda: asked.append(1) or looks[len(asked) - 1])
+    assert list(texts) == ["begins\n"]
+    assert len(asked) == count
 
 
 def test_a_stream_that_never_begins_ends_with_its_job(head, monkeypatch):

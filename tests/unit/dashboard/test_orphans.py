@@ -8,40 +8,11 @@ from ray._private.label_utils import validate_label_selector
 
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard import jobs
-from nemo_run_ray.dashboard.jobs import JobsApi, orphan
-from nemo_run_ray.dashboard.state import AliveNodes
+from nemo_run_ray.dashboard.jobs import JobsApi
 from tests.http_server import Handler, serving
 
-NOW = 1_800_000_000.0
-#: A head that was started 50 s ago.
-HEAD = AliveNodes({"node1"}, head_since=NOW - 50)
-
-
-def row(status: str, age_s: float = 0.0, node: str = "") -> dict:
-    return {
-        "status": status,
-        "start_time": int((NOW - age_s) * 1000),
-        "driver_node_id": node or None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("jobs", "alive", "woken_s_ago", "found"),
-    [
-        ([("RUNNING", 0, "node1"), ("RUNNING", 0, "node0")], AliveNodes({"node1"}), 1e9, 1),
-        # Older than the head: its supervisor may have died while the head was away.
-        ([("RUNNING", 0, "node1"), ("RUNNING", 100, "node1")], HEAD, 1e9, 1),
-        ([("RUNNING", 100, "node1")], HEAD, 60, 0),
-        ([("RUNNING", 100, "node1")], HEAD, 40, None),
-        ([("PENDING", 100, "")], None, 1e9, 0),
-        ([("PENDING", 1, ""), ("RUNNING", 0, "node1"), ("FAILED", 0, "node0")], HEAD, 1e9, None),
-        ([("RUNNING", 0, "node0")], None, 1e9, None),
-    ],
-)
-def test_an_orphan(jobs, alive, woken_s_ago, found):
-    rows = {f"job{number}": row(*job) for number, job in enumerate(jobs)}
-    name = "" if found is None else f"job{found}"
-    assert orphan(rows, lambda: alive, NOW, NOW - woken_s_ago) == name
+#: The head was started 50 s after this moment.
+NOW_MS = 1_800_000_000_000
 
 
 def test_ray_refuses_the_label_of_the_request():
@@ -49,50 +20,63 @@ def test_ray_refuses_the_label_of_the_request():
     assert validate_label_selector(jobs._REFUSED_LABEL)
 
 
-class _Handler(Handler):
+class _Head(Handler):
     posts: list
+    nodes: dict
 
     def answer(self) -> None:
         if self.command == "POST":
             self.posts.append(json.loads(self.body()))
             self.send(500, "Invalid label key name")
         else:
-            nodes = [{"node_id": "node1", "state": "ALIVE"}]
-            self.send(200, json.dumps({"data": {"result": {"result": nodes}}}))
+            self.send(200, json.dumps({"data": {"result": self.nodes}}))
 
 
 @pytest.fixture
-def api() -> Iterator[JobsApi]:
-    posts = []
-    with serving(_Handler, posts=posts) as url:
-        found = JobsApi(Dashboard(url, {}))
-        found.posts = posts
-        yield found
+def head() -> Iterator[tuple[JobsApi, list, dict]]:
+    row = {"node_id": "a", "is_head_node": True, "start_time_ms": NOW_MS + 50_000}
+    posts, nodes = [], {"result": [{"is_head_node": False}, row]}
+    with serving(_Head, posts=posts, nodes=nodes) as url:
+        yield JobsApi(Dashboard(url, {})), posts, nodes
 
 
-ORPHANS = {"gone": {"status": "RUNNING", "start_time": 0, "driver_node_id": "node0"}}
+def rows(**posted_at_s: int) -> dict:
+    return {
+        f"{name}.{number}": {
+            "submission_id": f"{name}.{number}",
+            "status": name,
+            "start_time": NOW_MS + at_s * 1000,
+        }
+        for number, (name, at_s) in enumerate(posted_at_s.items())
+    }
 
 
-def test_one_request_names_one_of_the_jobs_and_asks_for_the_impossible(api):
-    assert api.wake_for(ORPHANS)
-    (body,) = api.posts
-    assert body["submission_id"] == "gone"
-    assert body["entrypoint_label_selector"] == jobs._REFUSED_LABEL
+@pytest.mark.parametrize(
+    ("jobs", "woken"),
+    [
+        (rows(PENDING=100, RUNNING=40), ["RUNNING.1"]),
+        (rows(PENDING=40), ["PENDING.0"]),
+        (rows(RUNNING=100, FAILED=0), []),
+        ({}, []),
+    ],
+)
+def test_jobs_that_are_older_than_the_head_are_orphans(head, jobs, woken):
+    api, posts, _ = head
+    assert [api.wake_for(jobs) for _ in range(3)] == [bool(woken), False, False], "not at once"
+    assert [body["submission_id"] for body in posts] == woken
+    assert all(body["entrypoint_label_selector"] for body in posts)
 
 
-def test_it_is_not_repeated_at_once(api):
-    for _ in range(5):
-        api.wake_for(ORPHANS)
-    assert len(api.posts) == 1
+def test_ray_is_woken_once(head, monkeypatch):
+    monkeypatch.setattr(jobs, "_WAKE_AGAIN_S", 0.0)
+    monkeypatch.setattr(jobs.time, "time", lambda: NOW_MS / 1000 + 60)
+    api, posts, _ = head
+    assert [api.wake_for(rows(RUNNING=40)) for _ in range(3)] == [True, False, False]
+    assert len(posts) == 1
 
 
-def test_nodes_that_are_not_told_are_no_dead_ones(api, monkeypatch):
-    monkeypatch.setattr(_Handler, "answer", lambda self: self.send(500, '{"data": null}'))
-    assert api.state.alive_nodes() is None
-    assert not api.wake_for(ORPHANS)
-
-
-def test_nobody_is_woken_for_jobs_that_are_well(api):
-    runs = {"runs": {"status": "RUNNING", "start_time": 0, "driver_node_id": "node1"}}
-    assert not api.wake_for(runs)
-    assert api.posts == []
+def test_a_head_that_does_not_say_when_it_was_started_is_left_alone(head):
+    api, posts, nodes = head
+    nodes["result"] = None
+    assert not api.wake_for(rows(RUNNING=40))
+    assert posts == []

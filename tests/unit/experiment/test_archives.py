@@ -97,7 +97,7 @@ def test_the_same_tree_has_the_same_digest_and_bytes(pack):
     assert one.pack() == two.pack()
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "back\\slash", "1:x/y", MANIFEST])
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "back\\slash", "1:x/y"])
 def test_what_escapes_or_is_not_unpacked_by_ray_is_refused(pack, name):
     with pytest.raises(PackagingFailed, match="Nothing was sent") as caught:
         pack((name, b"x", 0o644))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from nemo_run_ray.experiment import dispatch as snapshots
 from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.job import note_ends
 from nemo_run_ray.experiment.store import TERMINAL, store_of
 from nemo_run_ray.remote.status import JobState, JobStatus
-from tests.fake_ray import FakeRay
 from tests.unit.experiment.conftest import Submitted
 
 
@@ -22,24 +19,12 @@ def _stop_by_force(submitted: Submitted) -> dict[str, str]:
     return {record.job: record.terminal.state.value if record.terminal else "" for record in jobs}
 
 
-def _at_second_look(ray: FakeRay, event: Callable[[], object]) -> None:
-    """Let something happen before the job table is read for the second time."""
-    looks = iter([lambda: None, event])
-    ray.before_table = lambda: next(looks, lambda: None)()
-
-
 def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique):
     submitted = Submitted(ray, unique, "job")
     status = JobStatus(JobState.SUCCEEDED).to_json()
     ledger = store_of(submitted.exp_dir).ledger
-    _at_second_look(ray, lambda: ledger.write(TERMINAL, f"{submitted.id}.job", status=status))
+    ray.before_table = lambda: ledger.write(TERMINAL, f"{submitted.id}.job", status=status)
     assert _stop_by_force(submitted) == {"job": "SUCCEEDED"}
-
-
-def test_a_job_that_ends_while_others_are_looked_at_has_its_own_end(ray, unique):
-    submitted = Submitted(ray, unique, "one", "two")
-    _at_second_look(ray, lambda: [row.update(status="SUCCEEDED") for row in ray.rows.values()])
-    assert _stop_by_force(submitted) == {"one": "SUCCEEDED", "two": "SUCCEEDED"}
 
 
 def test_an_experiment_that_cannot_be_read_keeps_no_other_from_being_noted(ray, unique):

@@ -17,7 +17,7 @@ def test_a_long_title_gives_an_id_that_files_can_have():
 
 def test_a_chain_is_saved_when_its_plan_is(tmp_path):
     dispatch = Dispatch(tmp_path, "e.dispatcher")
-    dispatch.save(DispatchSpec("e.dispatcher", "nonce", ()), {}, [], {})
+    dispatch.save(DispatchSpec("e.dispatcher", "nonce", ()), [], [], {})
     assert Dispatch(tmp_path, "e.dispatcher").spec == dispatch.spec
 
 

@@ -95,7 +95,7 @@ def test_an_end_is_known_without_its_cluster(ray, one):
 
 def test_a_wait_that_is_too_short_says_so_and_the_job_goes_on(ray, one):
     (job,) = one.jobs.values()
-    with pytest.raises(TimeoutError, match="is PENDING after 0 s; it goes on"):
+    with pytest.raises(TimeoutError, match="is PENDING after 0 s; it continues"):
         job.wait(timeout_s=0.0)
     assert ray.stops == []
 

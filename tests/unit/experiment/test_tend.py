@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.experiment import dispatch
 from nemo_run_ray.experiment.dispatch import resume, tend
 from nemo_run_ray.experiment.store import store_of
@@ -85,9 +86,10 @@ def test_a_job_that_starts_although_it_was_cancelled_is_stopped(ray, unique):
     assert ray.stops == [f"{submitted.id}.one"]
 
 
-def test_one_of_ours_that_nobody_looks_after_wakes_ray(ray, unique):
+def test_one_of_ours_that_nobody_looks_after_wakes_ray(ray, unique, monkeypatch):
     submitted = Submitted(ray, unique, "one")
-    ray.rows[f"{submitted.id}.one"].update(status="RUNNING", driver_node_id="gone")
+    ray.rows[f"{submitted.id}.one"].update(status="RUNNING", driver_node_id=ray.alive[0])
+    monkeypatch.setattr(StateApi, "head_since", lambda _: time.time() + 1)
     accepted = len(ray.bodies)
     tend(submitted.exp_dir)
     assert ray.posts() == 2

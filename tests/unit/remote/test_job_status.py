@@ -5,12 +5,13 @@ from ray.job_submission import JobErrorType
 from ray.job_submission import JobStatus as RaysJobStatus
 from torchx.specs import AppState, is_terminal
 
-from nemo_run_ray.nemo.scheduler import TO_TORCHX
+from nemo_run_ray.nemo.scheduler import torchx_state
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.status import (
     FROM_RAY,
     FROM_RAY_ERROR,
     JobState,
+    JobStatus,
     Reason,
     status_of_row,
 )
@@ -53,8 +54,8 @@ def test_a_status_of_a_newer_ray_is_no_end(row):
 
 @pytest.mark.parametrize("state", JobState)
 def test_torchx_agrees_on_what_is_an_end(state):
-    assert isinstance(TO_TORCHX[state], AppState)
-    assert is_terminal(TO_TORCHX[state]) == state.is_terminal
+    assert isinstance(torchx_state(JobStatus(state)), AppState)
+    assert is_terminal(torchx_state(JobStatus(state))) == state.is_terminal
 
 
 def test_exit_code_and_the_logs_end():
