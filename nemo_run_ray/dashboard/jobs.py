@@ -156,9 +156,8 @@ class JobsApi:
         finally:
             self._table.forget()
         if response.status_code == 200:
-            if self._http.read(response, lambda row: row["submission_id"]) == body["submission_id"]:
-                return
-            raise self._http.not_ray(response)
+            self._http.read(response, lambda row: row["submission_id"])
+            return
         if "already exists" in response.text:
             raise Taken(f"Ray at {self.dashboard.url} has a job {body['submission_id']} already.")
         self._http.check_front(response)

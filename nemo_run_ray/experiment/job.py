@@ -489,7 +489,7 @@ class RemoteJob:
         Raises:
             ClusterError: the cluster does not answer.
             ConfigError: the selection cannot be understood.
-            JobError: it is no array, has no such element, or nothing is known of its elements.
+            JobError: it is no array, or nothing is known of its elements.
         """
         status = self.status
         return self._elements(status, self._selected(self._states(status), selection))
@@ -777,16 +777,16 @@ def indices_of(selection: str, count: int, name: str) -> set[int]:
     """The indices that a text such as ``3,7-9`` selects of an array of ``count`` elements."""
     indices: set[int] = set()
     for part in selection.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last if dash else first).isdecimal():
-            raise ConfigError(
-                f"{selection!r} selects no elements of an array; expected is one of "
-                f"{', '.join(STATES)}, or indices such as 3,7-9."
-            )
-        chosen = range(int(first), int(last or first) + 1)
+        first, dash, last = part.partition("-")
+        try:
+            chosen = range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            chosen = range(0)
         if not chosen or chosen[-1] >= count:
-            raise JobError(
-                f"The array {name!r} has no element {part.strip()}; it has 0 to {count - 1}."
+            raise ConfigError(
+                f"{selection!r} selects no elements of the array {name!r}, which has the elements "
+                f"0 to {count - 1}; expected is one of {', '.join(STATES)}, or indices such as "
+                "3,7-9."
             )
         indices.update(chosen)
     return indices
@@ -796,12 +796,9 @@ def values_of(folder: Path, wanted: set[int]) -> dict[int, dict[str, Any]]:
     """The values of elements from the file that was sent, if the folder of the job still has it."""
     for path in sorted((folder / SCRIPTS_DIR).glob("*")):
         with path.open(encoding="utf-8", errors="replace") as file:
-            header = next((line for line in file if line.startswith('{"')), "{}")
-            try:
-                fields = json.loads(header).get("fields", ())
-            except ValueError:
-                continue
-            if fields:  # else it is any other script
+            header = next((line for line in file if line.startswith('{"max_failures"')), "")
+            if header:  # else it is any other script
+                fields = json.loads(header)["fields"]
                 return {
                     index: dict(zip(fields, json.loads(line), strict=False))
                     for index, line in enumerate(file)

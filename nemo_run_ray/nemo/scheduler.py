@@ -388,6 +388,3 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
     registry.launch(experiment, ready)
     for job in ready:
         yield f"{job.id}: submitted"
-
-
-__all__ = ["RayJobsScheduler", "create_scheduler"]

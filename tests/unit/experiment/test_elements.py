@@ -125,18 +125,9 @@ def test_elements_are_selected_by_state_and_by_index(job, driver):
 
 
 def test_a_selection_that_is_none_is_refused(job, driver):
-    none = "selects no elements of an array"
-    for selection, kind, words in [
-        ("broken", ConfigError, none),
-        ("-3", ConfigError, none),
-        ("1,,2", ConfigError, none),
-        ("3-", ConfigError, none),
-        ("5-3", JobError, "has no element 5-3"),
-        ("8", JobError, "has no element 8; it has 0 to 7"),
-        ("0-99", JobError, "has no element 0-99"),
-    ]:
+    for selection in ("broken", "-3", "1,,2", "3-", "5-3", "8", "0-99"):
         for ask in (job.select_elements, job.cancel_elements):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(ConfigError, match="selects no elements of the array 'array'"):
                 ask(selection)
 
 
