@@ -1,166 +1,113 @@
-"""SSH connections, to hosts alone whose keys OpenSSH would accept."""
+"""SSH connections by OpenSSH, which reads the user's configuration and checks the keys of hosts."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 from typing import Any
 
 import fabric
-import paramiko
-from paramiko.hostkeys import HostKeyEntry
 
 from nemo_run_ray.errors import ClusterError, Unanswered
 
-#: Seconds for a new connection.
-CONNECT_S = 20
+#: Seconds for a new connection, between two signs of its life, and without use until it ends.
+_CONNECT_S, _KEEPALIVE_S, _UNUSED_S = 20, 10, 30
+#: Exit code of ``ssh`` itself, and what it says when nobody may log in.
+FAILED = 255
+_REFUSALS = ("Permission denied", "Host key verification failed", "authentication failures")
 
 
-def connect(tunnel: Any) -> fabric.Connection:
-    """Connect a NeMo-Run SSH tunnel, which by itself accepts any host key."""
-    keys = {"key_filename": [str(tunnel.identity)]} if tunnel.identity else {}
-    session = fabric.Connection(
-        tunnel.host,
-        user=tunnel.user,
-        port=tunnel.port,
-        connect_kwargs=keys,
-        connect_timeout=CONNECT_S,
-        forward_agent=False,
-        config=fabric.Config(overrides={"run": {"in_stream": False}}),
-    )
-    hop = session
-    while isinstance(hop, fabric.Connection):  # OpenSSH itself checks behind a ProxyCommand
-        policy = _KnownHosts(hop)
-        hop.client.set_missing_host_key_policy(policy)
-        hop.connect_kwargs["transport_factory"] = policy.transport
-        hop = hop.gateway
-    try:
-        try:
-            session.open()
-        except paramiko.SSHException as error:
-            if tunnel.identity or not _is_refusal(error) or not sys.stdin.isatty():
-                raise
-            _ask_password(session, tunnel)
-    except BaseException as error:
-        session.client.close()
-        if isinstance(error, paramiko.SSHException) and _is_refusal(error):
-            raise ClusterError(
-                f"Nobody could log in as {tunnel.key} ({error}). Try `ssh {tunnel.key}` in a "
-                "shell, and give the tunnel the right user, host, port and identity."
-            ) from error
-        if isinstance(error, (paramiko.SSHException, OSError, EOFError)):
-            raise Unanswered(unreachable(tunnel, error)) from error
-        raise
-    tunnel.session = session
-    return session
+class SSHConnection:
+    """OpenSSH's connection of a NeMo-Run tunnel, which all commands share.
 
-
-def unreachable(tunnel: Any, error: BaseException) -> str:
-    """Say that a host cannot be reached, and why."""
-    why = str(error).strip().rstrip(".") or type(error).__name__
-    return f"{tunnel.key} cannot be reached now: {why}."
-
-
-def _ask_password(session: Any, tunnel: Any) -> None:
-    """Ask twice, as NeMo-Run does, but on the connection whose host key was checked."""
-    transport = session.client.get_transport()
-    for is_last in (False, True):
-        try:
-            try:
-                transport.auth_interactive_dumb(session.user, tunnel.auth_handler)
-            except paramiko.BadAuthenticationType:
-                transport.auth_password(session.user, tunnel.fallback_auth_handler())
-            session.transport = transport
-            return
-        except paramiko.AuthenticationException:
-            if is_last:
-                raise
-
-
-class _KnownHosts(paramiko.MissingHostKeyPolicy):
-    """Accepts the key of one host as OpenSSH does.
-
-    paramiko's own policies read neither patterns and revoked keys nor the configuration of SSH.
+    It is made when it is needed, again after it has broken off, and ends with this process.
     """
 
-    def __init__(self, hop: fabric.Connection) -> None:
-        words = ["ssh", "-G", "-p", str(hop.port), "-l", hop.user, "--", hop.original_host]
-        try:
-            done = subprocess.run(
-                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise ClusterError(
-                f"The SSH host key of {hop.original_host} cannot be checked by "
-                f"`{shlex.join(words)}`: {getattr(error, 'stderr', '') or error} Install OpenSSH's "
-                "client, or correct its configuration."
-            ) from error
-        rows = (line.partition(" ") for line in done.stdout.splitlines())
-        config = {name: value for name, _, value in rows}
-        self._host = hop.original_host
-        self._login = ["-p", str(hop.port), f"{hop.user}@{hop.original_host}"]
-        self._is_strict = config["stricthostkeychecking"] not in ("false", "no", "off")
-        files = f"{config['userknownhostsfile']} {config['globalknownhostsfile']}".split()
-        self._files = [os.path.expanduser(file) for file in files]  # older ones print the ``~``
-        self._names = [hop.host.lower()]
-        if hop.port != paramiko.config.SSH_PORT:
-            self._names.insert(0, f"[{self._names[0]}]:{hop.port}")
-        if "hostkeyalias" in config:
-            self._names = [config["hostkeyalias"]]
-        # OpenSSH looks without the port where no key is known for the host and its port.
-        self._entries = next(filter(None, map(self._known, self._names)), [])
+    def __init__(self, tunnel: Any) -> None:
+        self._name = tunnel.key
+        folder = tempfile.mkdtemp(prefix="nrr-ssh-", dir="/tmp")  # the path of a socket is short
+        self._socket = os.path.join(folder, "socket")
+        self._lock = threading.Lock()
+        self._options = ["-S", self._socket, f"-oServerAliveInterval={_KEEPALIVE_S}"]
+        self._host = ["-p", str(tunnel.port)] if tunnel.port else []
+        self._host += ["-i", str(tunnel.identity)] if tunnel.identity else []
+        self._host += ["--", self._name]
+        atexit.register(self.close)
 
-    def _known(self, name: str) -> list[tuple[str, HostKeyEntry]]:
-        """The lines for a name that hold a key, each with its mark (``@revoked``) or none."""
-        found = []
-        for file in filter(os.path.exists, self._files):
-            words = ["ssh-keygen", "-F", name, "-f", file]
-            for line in subprocess.run(words, capture_output=True, text=True).stdout.splitlines():
-                mark, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
-                entry = None if line.startswith("#") else HostKeyEntry.from_line(rest)
-                if entry is not None and mark in ("", "@revoked"):  # not an authority
-                    found.append((mark, entry))
-        return found
+    def command(self, *options: str) -> list[str]:
+        """``ssh`` with options and the host, behind which a command may follow.
 
-    def transport(self, *args: Any, **fields: Any) -> paramiko.Transport:
-        """A transport that prefers keys of the types that are known for the host."""
-        found = paramiko.Transport(*args, **fields)
-        options = found.get_security_options()
-        names = {entry.key.get_name().replace("ssh-rsa", "rsa") for _, entry in self._entries}
-        known = [one for one in options.key_types if one.startswith(tuple(names))]
-        options.key_types = (*known, *(one for one in options.key_types if one not in known))
-        return found
+        Raises:
+            Unanswered: the host cannot be reached.
+            ClusterError: nobody may log in, or there is no OpenSSH.
+        """
+        with self._lock:
+            if not os.path.exists(self._socket):
+                self._open()
+        return ["ssh", *self._options, "-oBatchMode=yes", *options, *self._host]
 
-    def missing_host_key(self, client: Any, hostname: str, key: paramiko.PKey) -> None:
-        """Accept the key, or raise the error that names the command which adds it."""
-        marks = {mark for mark, entry in self._entries if entry.key == key}
-        is_changed = any(entry.key.get_name() == key.get_name() for _, entry in self._entries)
-        if marks == {""} or not (marks or is_changed or self._is_strict):
-            return
-        files = " and ".join(self._files)
-        add = shlex.join(["ssh", "-o", "StrictHostKeyChecking=ask", *self._login, "true"])
-        if marks:
-            state, step = "is revoked", "Ask the administrators of the host."
-        elif is_changed:
-            remove = shlex.join(["ssh-keygen", "-R", self._names[0], "-f", self._files[0]])
-            state = "is not the known one"
-            step = (
-                "Somebody may intercept the connection. Only if the administrators of the host "
-                f"confirm the new key, remove the old one with `{remove}` and add it with `{add}`."
-            )
-        else:
-            state = "is not known"
-            step = f"Compare it with what the administrators say, and add it with `{add}`."
-        raise ClusterError(
-            f"The SSH host key of {self._host} ({key.get_name()} {key.fingerprint}) {state} in "
-            f"{files}: no connection is made. {step}"
+    def _open(self) -> None:
+        """Make the connection; in a terminal ``ssh`` asks the user what it needs to know."""
+        batch = "no" if sys.stdin.isatty() else "yes"
+        options = [f"-oControlPersist={_UNUSED_S}", f"-oBatchMode={batch}"]
+        options += ["-M", f"-oConnectTimeout={_CONNECT_S}"]
+        null = subprocess.DEVNULL
+        # No pipe: an older ssh keeps it open as long as the connection.
+        with tempfile.TemporaryFile() as errors:
+            try:
+                words = ["ssh", *self._options, *options, *self._host, "true"]
+                code = subprocess.call(words, stdin=null, stdout=null, stderr=errors)
+            except FileNotFoundError as error:
+                raise ClusterError(
+                    f"{self._name} cannot be reached: this machine has no program 'ssh'. Install "
+                    "OpenSSH's client."
+                ) from error
+            if code == FAILED:
+                errors.seek(0)
+                raise self.error(errors.read())
+
+    def error(self, errors: bytes) -> ClusterError:
+        """The error for an ``ssh`` that failed after it had printed this."""
+        why = errors.decode(errors="replace").strip().rstrip(".")
+        if not any(refusal in why for refusal in _REFUSALS):
+            return Unanswered(f"{self._name} cannot be reached now: {why or 'ssh has ended'}.")
+        return ClusterError(
+            f"Nobody could log in as {self._name}: {why}. Try `{shlex.join(['ssh', *self._host])}` "
+            "in a shell, and give the tunnel the right user, host, port and identity."
         )
 
+    def close(self) -> None:
+        if os.path.exists(self._socket):
+            words = ["ssh", *self._options, "-Oexit", *self._host]
+            subprocess.call(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        shutil.rmtree(os.path.dirname(self._socket), ignore_errors=True)
 
-def _is_refusal(error: paramiko.SSHException) -> bool:
-    """Whether the host let nobody in, as opposed to a connection that broke off."""
-    # Paramiko calls it so when the connection breaks off meanwhile.
-    is_one = isinstance(error, paramiko.AuthenticationException) and "saw EOF" not in str(error)
-    return is_one or "No authentication methods" in str(error)
+
+class Session(fabric.Connection):
+    """The session of a NeMo-Run tunnel by OpenSSH; NeMo-Run's own ones take any host key."""
+
+    is_connected = True
+    _ssh: SSHConnection = None  # type: ignore[assignment]
+
+    def __init__(self, tunnel: Any) -> None:
+        super().__init__(
+            tunnel.host,
+            user=tunnel.user,
+            port=tunnel.port,
+            connect_kwargs={"key_filename": [str(tunnel.identity)]} if tunnel.identity else {},
+            config=fabric.Config(overrides={"run": {"in_stream": False}}),
+        )
+        self._ssh = SSHConnection(tunnel)
+
+    def run(self, command: str, **options: Any) -> Any:
+        return self.local(shlex.join([*self._ssh.command(), command]), **options)
+
+    def put(self, local: str, remote: str) -> None:
+        write = shlex.join([*self._ssh.command(), f"cat > {shlex.quote(remote)}"])
+        self.local(f"{write} < {shlex.quote(local)}", hide=True)

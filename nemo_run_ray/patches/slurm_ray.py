@@ -56,10 +56,8 @@ def _with_log_folder(create: Any) -> Any:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("dryrun"):
             tunnel = self.executor.tunnel
-            if isinstance(tunnel, SSHTunnel) and not (
-                tunnel.session and tunnel.session.is_connected
-            ):
-                ssh.connect(tunnel)  # NeMo-Run continues on it; its own would accept any host key
+            if isinstance(tunnel, SSHTunnel) and not isinstance(tunnel.session, ssh.Session):
+                tunnel.session = ssh.Session(tunnel)  # NeMo-Run's own takes any host key
             folder = os.path.join(tunnel.job_dir, self.name, "logs")
             tunnel.run(f"mkdir -p {shlex.quote(folder)}")
         return create(self, *args, **kwargs)

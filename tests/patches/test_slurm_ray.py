@@ -110,9 +110,7 @@ def test_one_step_whatever_the_number_of_nodes(both):
         before = ours.partition("submit_next() {")[0]
         asks = _lines(before, r"\b(squeue|sacct|sinfo)\b|scontrol show job")
         # Once, of an allocation that a client finds by its name, where Slurm does not tell its end.
-        assert [line.partition(" || ")[0] for line in asks] == [
-            '  [[ -n "${SLURM_JOB_END_TIME:-}" ]]'
-        ]
+        assert [line.partition(" -h ")[0] for line in asks] == ['  ends_after "$(timeout 20 squeue']
 
 
 @pytest.mark.parametrize("image", [None, "x:1"])
@@ -178,7 +176,7 @@ def test_logs_are_where_nemo_run_has_them(both):
 def test_the_time_limit_is_read_as_slurm_reads_it(both, limit, seconds):
     _, ours = both()
     function = "ends_after() {" + ours.partition("ends_after() {")[2].partition("\n}\n")[0] + "\n}"
-    begin, end = "set -eu\nSLURM_JOB_ID=7\n", 'echo "${SLURM_JOB_END_TIME:-}"'
+    begin, end = "set -eu\nSLURM_JOB_ID=7\n", 'echo "${NEMO_RUN_RAY_END_TIME:-}"'
     text = f'{begin}{function}\nends_after "{limit}"\n{end}'
     before = time.time()
     done = subprocess.run(["bash"], input=text, text=True, capture_output=True, check=True)

@@ -9,6 +9,8 @@ import contextlib
 import inspect
 import json
 import os
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -46,63 +48,25 @@ _MODULES = {module.__name__: inspect.getsource(module) for module in (files, on_
 
 
 @dataclass(frozen=True)
-class QueuedJob:
-    """One job of this user, as ``squeue`` shows it.
-
-    Attributes:
-        number: Slurm's.
-        state: Slurm's word, such as PENDING.
-        reason: why it does not run yet; ``None`` in text when there is none.
-        start: when it began, or when Slurm expects it to; ``N/A`` when Slurm does not know.
-        folder: its working directory.
-    """
-
-    number: str
-    state: str
-    reason: str
-    start: str
-    folder: str
-
-
-@dataclass(frozen=True)
 class SlurmAllocation:
-    """The newest allocation of a cluster, in one look.
+    """The newest allocation of a cluster, in one look."""
 
-    Attributes:
-        number: counts the allocations from 1.
-        claimed: the user who may submit its job.
-        is_sent: whether that was begun.
-        renewed: whether it continues the dispatches of the allocation before.
-        job: Slurm's number of its job; empty until Slurm has taken it.
-        refused: what ``sbatch`` said when it did not take the job.
-        stop: why a user has stopped it; empty while nobody has.
-        over: why a client gave it up; empty while nobody has.
-        run: folder of the job's run, below the allocation's; empty until it runs.
-        head: where Ray is reached, once the cluster is ready.
-        end: how the run was over.
-        token: Ray's.
-        ended_s: seconds since its end, by the clocks of two hosts.
-        jobless_s: the same since it was claimed, as long as it has no job.
-        has_queue: whether Slurm has said anything since the folder was changed.
-        queued: its job, as Slurm has it; ``None`` when Slurm has none or gave no answer.
-    """
-
-    number: int
-    claimed: str = ""
-    is_sent: bool = False
-    renewed: bool = False
-    job: str = ""
-    refused: str = ""
-    stop: str = ""
-    over: str = ""
-    run: str = ""
-    head: HeadAddress | None = None
-    end: RunEnd | None = None
-    token: str = field(default="", repr=False)
-    ended_s: float = 0.0
-    jobless_s: float = 0.0
-    has_queue: bool = False
-    queued: QueuedJob | None = None
+    number: int  # counts the allocations from 1
+    claimed: str = ""  # the user who may submit its job
+    is_sent: bool = False  # whether that was begun
+    renewed: bool = False  # whether it continues the dispatches of the allocation before
+    job: str = ""  # Slurm's number of its job; empty until Slurm has taken it
+    refused: str = ""  # by `sbatch`, with its message
+    stop: str = ""  # why a user has stopped it
+    over: str = ""  # why a client gave it up
+    run: str = ""  # folder of the job's run, below the allocation's; empty until it runs
+    head: HeadAddress | None = None  # once the cluster is ready
+    end: RunEnd | None = None  # of the run
+    token: str = field(default="", repr=False)  # Ray's
+    ended_s: float = 0.0  # seconds since its end, by the clocks of two hosts
+    jobless_s: float = 0.0  # the same since it was claimed, as long as it has no job
+    has_queue: bool = False  # whether Slurm has answered since the folder was changed
+    queued: Mapping[str, str] | None = None  # its job as Slurm has it; see on_login._COLUMNS
 
     @property
     def why_over(self) -> str:
@@ -112,7 +76,7 @@ class SlurmAllocation:
     @property
     def is_queued(self) -> bool:
         """Whether its job waits in Slurm's queue."""
-        return self.queued is not None and self.queued.state in _WAITING
+        return self.queued is not None and self.queued["state"] in _WAITING
 
     @property
     def is_lost(self) -> bool:
@@ -144,46 +108,12 @@ class SlurmAllocation:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The files of one run of an allocation.
-
-    Attributes:
-        folder: of the run.
-        session: Ray's name of it; empty when nobody could say so.
-        end: how it was over; ``None`` while it continues, or when nobody could say so.
-        table: Ray's job table, as JSON.
-        written_at: seconds since the epoch, when the table was written last.
-        logs: names of the files with logs of jobs.
-    """
-
-    folder: str
-    session: str
-    end: Mapping[str, Any] | None
-    table: str
-    written_at: float
-    logs: Sequence[str]
-
-    @property
-    def why(self) -> str:
-        """The reason why it is over, as the end of a sentence."""
-        job = os.path.basename(self.folder).partition(".")[0]
-        why = f": {self.end['why']}" if self.end else ""
-        return f"its Slurm job {job} has ended{why}"
-
-
-@dataclass(frozen=True)
 class History:
-    """The runs whose dispatches continue in the newest of them.
+    """The runs whose dispatches continue in the newest of them, as ``on_login`` answers."""
 
-    Attributes:
-        numbers: of their allocations, the newest one first.
-        runs: the newest one first.
-        kept: first ids of the dispatchers and jobs of all dispatches that are kept.
-    """
-
-    numbers: Sequence[int] = ()
-    runs: Sequence[Run] = ()
-    kept: Sequence[str] = ()
+    numbers: Sequence[int] = ()  # of their allocations, the newest one first
+    runs: Sequence[Mapping[str, Any]] = ()  # the newest one first
+    kept: Sequence[str] = ()  # first ids of the dispatchers and jobs of all kept dispatches
 
     def rows(self, session: str = "", is_up: bool = False) -> JobRows:
         """The rows of the dispatches in all the runs, and all rows of one run.
@@ -192,15 +122,15 @@ class History:
             session: Ray's name of that run.
             is_up: another run is up by now, so that all of these have ended.
         """
-        own = next((run.table for run in self.runs if session and run.session == session), "")
+        own = next((run["table"] for run in self.runs if session and run["session"] == session), "")
         rows = dict(rows_in(own))
         # Each run has carried the rows of those before it over into its own table.
-        run = next((run for run in self.runs if run.table), None)
+        run = next((run for run in self.runs if run["table"]), None)
         if run is not None and not (session and len(self.runs) == 1):
             # The newest one may be up by now, whatever was seen a moment ago.
-            is_over = is_up or run.end is not None or run is not self.runs[0]
-            why = run.end["why"] if run.end else ""
-            rows.update(rows_of(run.table, set(self.kept), run.written_at, why, is_over))
+            is_over = is_up or run["end"] is not None or run is not self.runs[0]
+            why = run["end"]["why"] if run["end"] else ""
+            rows.update(rows_of(run["table"], set(self.kept), run["written_at"], why, is_over))
         return rows
 
 
@@ -241,7 +171,8 @@ class Allocations:
             "    exec(text, module.__dict__)\n"
             f"module.main({request!a})"
         )
-        answer = json.loads(self.login.run_python(program))
+        python = shlex.quote(sys.executable) if self.login.is_here else "python3"
+        answer = json.loads(self.login.run(f"exec {python} -IS - <<'END'\n{program}\nEND"))
         if "untrusted" in answer:
             folder = os.path.dirname(self.path(1))
             name = self.login.name
@@ -260,7 +191,7 @@ class Allocations:
         """
         allocation, row = None, self.ask("look", pause_s=PAUSE_S)
         if row is not None:
-            for name, kind in (("head", HeadAddress), ("end", RunEnd), ("queued", QueuedJob)):
+            for name, kind in (("head", HeadAddress), ("end", RunEnd)):
                 row[name] = row.get(name) and kind(**row[name])
             allocation = SlurmAllocation(**row)
         self._seen = time.monotonic(), allocation
@@ -274,12 +205,6 @@ class Allocations:
         """
         at, allocation = self._seen
         return allocation if time.monotonic() - at < _TRUST_S else self.look()
-
-    def log_end(self, allocation: SlurmAllocation) -> str:
-        """The last lines that an allocation's job has printed, and the path of its log."""
-        with contextlib.suppress(ClusterError):
-            return str(self.ask("log_end", number=allocation.number, job=allocation.job))
-        return ""
 
     def cancel(self, allocation: SlurmAllocation | None, why: str) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.
@@ -315,7 +240,7 @@ class Allocations:
         if not allocation.renewed and allocation.run.endswith(".0"):
             return ClusterArchive()
         history = self._history(number=allocation.number)
-        runs = [run for run in history.runs if not run.folder.endswith(allocation.run)]
+        runs = [run for run in history.runs if not run["folder"].endswith(allocation.run)]
         history = replace(history, runs=runs)
         return ClusterArchive(rows=history.rows(is_up=True), log=partial(self._log, history))
 
@@ -326,22 +251,20 @@ class Allocations:
         if time.monotonic() - at >= _TRUST_S and not (number and history.runs):
             with contextlib.nullcontext() if number else contextlib.suppress(NemoRunRayError):
                 row = self.ask("history", session=session, number=number)
-                if row is not None:
-                    row["runs"] = [Run(**run) for run in row["runs"]]
-                    history = History(**row)
+                history = history if row is None else History(**row)
             self._histories[key] = time.monotonic(), history
         return history
 
     def _log(self, history: History, submission_id: str) -> Path | None:
         """The log of a job, which is fetched to this machine if it lies elsewhere."""
         name = f"job-driver-{submission_id}.log"
-        run = next((run for run in history.runs if name in run.logs), None)
+        run = next((run["folder"] for run in history.runs if name in run["logs"]), None)
         if run is None:
             return None
-        there = os.path.join(run.folder, JOB_LOGS, name)
+        there = os.path.join(run, JOB_LOGS, name)
         if self.login.is_here:
             return Path(there)
-        folder = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run.folder))
+        folder = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run))
         here = folder.absolute() / name
         with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
             if not here.exists():
@@ -353,17 +276,22 @@ class Allocations:
 
 def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool]:
     """Explain why runs are over, and say whether their dispatches may continue."""
+
+    def why(run: Mapping[str, Any]) -> str:
+        job = os.path.basename(run["folder"]).partition(".")[0]
+        return f"its Slurm job {job} has ended" + (f": {run['end']['why']}" if run["end"] else "")
+
     last, problem = history.runs[0], ""
     if newest is not None and newest.number in history.numbers:
         job = f"Slurm job {newest.job}" if newest.job else "the next one"
-        ended = [run for run in history.runs if not run.folder.endswith(newest.run or "/")]
+        ended = [run for run in history.runs if not run["folder"].endswith(newest.run or "/")]
         if newest.is_renewing:
-            return f"{last.why}, and the next one is being asked for", True
+            return f"{why(last)}, and the next one is being asked for", True
         if history.kept and newest.may_start_again:
-            return f"{last.why}, and chains continue in {job} if Slurm starts it again", True
+            return f"{why(last)}, and chains continue in {job} if Slurm starts it again", True
         if ended and newest.will_start:
-            return f"{ended[0].why}, and chains continue in {job}, which is not up yet", True
+            return f"{why(ended[0])}, and chains continue in {job}, which is not up yet", True
         problem = newest.over or newest.stop or newest.refused
-    if not last.end or not last.end.get("renews"):
-        return last.why, False
-    return f"{last.why}, and the next one did not come{problem and f': {problem}'}", False
+    if not last["end"] or not last["end"].get("renews"):
+        return why(last), False
+    return f"{why(last)}, and the next one did not come{problem and f': {problem}'}", False

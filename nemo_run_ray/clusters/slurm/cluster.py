@@ -97,7 +97,25 @@ class SlurmCluster(Cluster):
     def __post_init__(self) -> None:
         #: Made from a ledger, which says where the cluster is and not what it asks Slurm for.
         self._is_remembered = False
-        _check(self)
+        _SlurmFields.check("SlurmCluster", vars(self))
+        title, executor = f"SlurmCluster {self.name!r}", self.executor
+        names = [sidecar.name for sidecar in self.sidecars]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"{title} has sidecars with the names {names}; give each a name of its own: "
+                "messages and logs tell them apart by it."
+            )
+        if not _JOB_DIR.fullmatch(executor.tunnel.job_dir or ""):
+            raise ConfigError(
+                f"The tunnel of {title} has job_dir={executor.tunnel.job_dir!r}; expected is the "
+                "absolute path of a folder that all nodes share, of letters, digits and the "
+                "characters / . , : @ + = _ -, since the scripts of Slurm and NeMo-Run take no "
+                "others."
+            )
+        if executor.env_vars.get("RAY_AUTH_MODE", "token") != "token":
+            raise ConfigError(
+                f"{title} needs Ray's token; leave RAY_AUTH_MODE out of env_vars of its executor."
+            )
 
     @property
     def title(self) -> str:
@@ -119,7 +137,7 @@ class SlurmCluster(Cluster):
                     self._leave()
                 raise
             if way.said:
-                _say(f"Ray is up in Slurm job {allocation.job} of the cluster {self.name!r}.")
+                way.say(f"Ray is up in Slurm job {allocation.job} of the cluster {self.name!r}.")
         return self._dashboard(allocation)
 
     def find(self) -> Dashboard | None:
@@ -187,8 +205,10 @@ class SlurmCluster(Cluster):
 
     @property
     def _login(self) -> Login:
-        tunnel = self.executor.tunnel
-        return _logins.setdefault(key_of(tunnel), Login(tunnel))
+        key = key_of(self.executor.tunnel)
+        if key not in _logins:
+            _logins[key] = Login(self.executor.tunnel)
+        return _logins[key]
 
     @property
     def _of_name(self) -> Allocations:
@@ -232,10 +252,6 @@ class SlurmCluster(Cluster):
                 self._of_name.ask("leave", user=_USER, why=LEFT_EARLY)
 
 
-def _say(text: str) -> None:
-    CONSOLE.log(as_markup(text))
-
-
 class _SlurmFields(Allowed):
     executor: InstanceOf[SlurmExecutor]
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
@@ -248,48 +264,18 @@ class _SlurmFields(Allowed):
     sidecars: list[InstanceOf[Sidecar]]
 
 
-def _check(cluster: SlurmCluster) -> None:
-    """Raise for a field that has a wrong value."""
-    _SlurmFields.check("SlurmCluster", vars(cluster))
-    title, executor = f"SlurmCluster {cluster.name!r}", cluster.executor
-    names = [sidecar.name for sidecar in cluster.sidecars]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"{title} has sidecars with the names {names}; give each a name of its own: messages "
-            "and logs tell them apart by it."
-        )
-    if not _JOB_DIR.fullmatch(executor.tunnel.job_dir or ""):
-        raise ConfigError(
-            f"The tunnel of {title} has job_dir={executor.tunnel.job_dir!r}; expected is the "
-            "absolute path of a folder that all nodes share, of letters, digits and the characters "
-            "/ . , : @ + = _ -, since the scripts of Slurm and NeMo-Run take no others."
-        )
-    if executor.env_vars.get("RAY_AUTH_MODE", "token") != "token":
-        raise ConfigError(
-            f"{title} needs Ray's token; leave RAY_AUTH_MODE out of env_vars of its executor."
-        )
-
-
 # ------------------------------------------------------ the way of a client to it
 
 
 class BringUp:
-    """One client's way to a cluster that is ready.
-
-    Args:
-        cluster: what it is to be.
-        allocations: of the cluster.
-        user: name of this client among the users.
-    """
+    """One client's way to a cluster that is ready."""
 
     def __init__(self, cluster: SlurmCluster, allocations: Allocations, user: str = _USER) -> None:
         self.cluster, self.allocations, self.user = cluster, allocations, user
-        #: Shows what is waited for; seconds that only grow; and a wait, which may be interrupted.
-        self.show, self.clock, self.pause = _say, time.monotonic, interrupted.wait
         #: Shown last; empty if there was no wait.
         self.said = ""
         self._joined = self._submissions = 0
-        self._began = 0.0
+        self._began = time.monotonic()
         #: When an allocation without a job was seen first, by its number.
         self._jobless_since = 0, 0.0
 
@@ -300,38 +286,36 @@ class BringUp:
             ClusterError: Slurm does not take the job, Ray does not come up in it, or it waits in
                 the queue for too long.
         """
-        self._began = self.clock()
         has_answered = False
         while True:
             try:
                 newest = self.allocations.look()
                 has_answered = True
                 allocation = self._step(newest)
+                if allocation is not None:
+                    return allocation
             except Unanswered as error:
-                if not has_answered and self.clock() - self._began >= _FIRST_ANSWER_S:
+                if not has_answered and time.monotonic() - self._began >= _FIRST_ANSWER_S:
                     raise ClusterError(
                         f"The cluster {self.cluster.name!r} cannot be looked for: {error}"
                     ) from error
-                self._say(str(error))
-                allocation = None
-            if allocation is not None:
-                return allocation
-            if self.pause(_LOOK_S):
+                self.say(str(error))
+            if interrupted.wait(_LOOK_S):
                 raise ClusterError(
                     f"Interrupted while waiting for the cluster {self.cluster.name!r} on Slurm. "
                     "Its job is taken out of the queue, or ends when it starts, unless another "
                     "program waits for it."
                 )
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         if text != self.said:
             self.said = text
-            self.show(text)
+            CONSOLE.log(as_markup(text))
 
     def _step(self, newest: SlurmAllocation | None) -> SlurmAllocation | None:
         if newest is None or self._passes_over(newest):
             if newest is not None and newest.is_renewing:
-                self._say(f"The allocation of the cluster {self.cluster.name!r} is being renewed.")
+                self.say(f"The allocation of the cluster {self.cluster.name!r} is being renewed.")
                 return None
             number = 1 if newest is None else newest.number + 1
             # One that cannot be made claims nothing.
@@ -381,7 +365,10 @@ class BringUp:
                     f"Slurm does not take the job of the cluster {name!r}: {why}. Correct the "
                     "SlurmExecutor."
                 )
-            log = "" if "\n" in why else self.allocations.log_end(newest)
+            log = ""
+            if "\n" not in why:
+                with contextlib.suppress(ClusterError):
+                    log = self.allocations.ask("log_end", number=newest.number, job=newest.job)
             raise ClusterError(
                 f"Ray did not come up in Slurm job {newest.job} of the cluster {name!r}: {why}. "
                 f"{log}".rstrip()
@@ -391,14 +378,14 @@ class BringUp:
     def _give_up_lost(self, newest: SlurmAllocation) -> str:
         """Give up an allocation that Slurm has no job of, and return why; empty otherwise."""
         if self._jobless_since[0] != newest.number:
-            self._jobless_since = newest.number, self.clock()
+            self._jobless_since = newest.number, time.monotonic()
         if not newest.has_queue or newest.queued is not None:
             return ""
         limit_s = RENEWAL_S if newest.renewed else _CLAIM_S
         if newest.job:
             job = newest.job
             why = f"Slurm has no job {job} any more; `sacct -j {job}` may say why"
-        elif self.clock() - self._jobless_since[1] < limit_s:
+        elif time.monotonic() - self._jobless_since[1] < limit_s:
             return ""
         else:
             why = "its client ended before Slurm had the job"
@@ -409,7 +396,7 @@ class BringUp:
         """Submit the job of an allocation that this client has claimed."""
         if not interrupted.is_set():
             self._submissions += 1
-            self._say(f"Submitting a job to Slurm for the cluster {self.cluster.name!r} …")
+            self.say(f"Submitting a job to Slurm for the cluster {self.cluster.name!r} …")
             self.allocations.ask("submit", number=number, script=script)
 
     def _wait(self, newest: SlurmAllocation) -> None:
@@ -418,17 +405,18 @@ class BringUp:
         job = None if has_begun and newest.head is None else newest.queued
         if job is not None and newest.is_queued:
             has_begun = False
-            reason = "" if job.reason in _NO_REASON else f": {job.reason}"
-            start = "" if job.start == "N/A" else f"; Slurm expects it to start at {job.start}"
+            reason = "" if job["reason"] in _NO_REASON else f": {job['reason']}"
+            start = f"; Slurm expects it to start at {job['start']}"
+            start = "" if job["start"] == "N/A" else start
             what = f"waits in the queue{reason}{start}"
         elif newest.end is not None:
             what = "is to start again"
         else:
             what = "starts Ray on its nodes" if has_begun or job is not None else "is submitted"
         where = f"of the cluster {self.cluster.name!r}"
-        self._say(f"Slurm job {newest.job or '…'} {where} {what}.")
+        self.say(f"Slurm job {newest.job or '…'} {where} {what}.")
         limit_s = self.cluster.queue_timeout_s
-        if limit_s is not None and not has_begun and self.clock() - self._began >= limit_s:
+        if limit_s is not None and not has_begun and time.monotonic() - self._began >= limit_s:
             raise ClusterError(
                 f"Slurm job {newest.job} {where} has not started within "
                 f"queue_timeout_s={limit_s:g}: it {what}."

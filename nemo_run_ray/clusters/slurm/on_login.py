@@ -86,12 +86,27 @@ class ClusterFolder:
             found["run"], found["token"] = f"run/{run.name}", _read(run / "token").strip()
             found["head"], found["end"] = _json(run / "ready.json"), _json(run / "end.json")
             found["ended_s"] = time.time() - end_at if end_at else 0.0
-        rows = self._queue(pause_s, changed_at)
-        found["has_queue"] = rows is not None
-        for row in _jobs_of(path, rows or ())[:1]:
+        queue = self._queue(pause_s, changed_at)
+        found["has_queue"] = queue is not None
+        for row in _jobs_of(path, queue)[:1]:
             # Nobody may have heard that Slurm has it.
             found["queued"], found["job"] = row, row["number"]
         return found
+
+    def _queue(self, pause_s: float, changed_at: float) -> Any:
+        """Slurm's jobs of this user; ``None`` without an answer.
+
+        All clients of the cluster ask once in a while, and after a change of the folder: what Slurm
+        said before it proves nothing.
+        """
+        path = self._folder / "queue.json"
+        kept = _json(path)
+        if kept and kept.get("of") == changed_at and time.time() - kept["at"] < pause_s:
+            return kept["rows"]
+        rows = _squeue()
+        with contextlib.suppress(OSError):  # a full disk
+            write_file(path, json.dumps({"at": time.time(), "of": changed_at, "rows": rows}))
+        return rows
 
     def history(self, session: str, number: int) -> Row | None:
         """The runs whose dispatches continue in one allocation; ``None`` if none is known.
@@ -225,56 +240,24 @@ class ClusterFolder:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         path = self._lives / str(number)
-        if has_ended:
-            with contextlib.suppress(TimeoutError):
-                if not _jobs_of(path, _squeue()):
-                    return False
-        run, is_noted = _newest_run(path), False
+        queue = _squeue() if has_ended else None
+        if queue is not None and not _jobs_of(path, queue):
+            return False
         with contextlib.suppress(OSError):  # a full disk keeps no job alive
             write_file(path / "stop", why)
-            is_noted = True
-        problem = ""
-        for _ in range(2):  # a job may have ended since Slurm named it
-            try:
-                rows, code = _jobs_of(path, _squeue()), 0
-                if rows:
-                    code, problem = _command("scancel", *(row["number"] for row in rows))
-                if code == _TIMED_OUT:
-                    raise TimeoutError
-            except TimeoutError:
-                if is_noted and run is not None and not (run / "end.json").exists():
-                    return True  # its head ends it
-                raise TimeoutError(_UNHEARD if is_noted else "Slurm gives no answer.") from None
-            # One that is completing ends, or Slurm is about to start it again.
-            if code == 0 or all(row["state"] == "COMPLETING" for row in rows):
-                with contextlib.suppress(OSError):
-                    write_file(path / "over", why)
-                return True
-        raise OSError(problem.strip() or "scancel has failed.")
-
-    # ------------------------------------------------------------------ Slurm's queue
-
-    def _queue(self, pause_s: float, changed_at: float) -> Any:
-        """Slurm's jobs of this user; ``None`` without an answer.
-
-        All clients of the cluster ask once in a while. What Slurm said before the folder was
-        changed proves nothing; both times are the file system's.
-        """
-        path, rows = self._folder / "queue.json", None
-        kept = _json(path) or {"at": 0.0}
-        if _changed_at(path) > changed_at and 0 <= time.time() - kept["at"] < pause_s:
-            return kept["rows"]
-        new = path.with_name(f"queue.{os.uname().nodename}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # a full disk
-            new.touch()
-        began_at = _changed_at(new)
-        with contextlib.suppress(TimeoutError):
-            rows = _squeue()
-        with contextlib.suppress(OSError):
-            new.write_text(json.dumps({"at": time.time(), "rows": rows}), encoding="utf-8")
-            os.utime(new, (began_at, began_at))
-            os.replace(new, path)
-        return rows
+        code, problem = _TIMED_OUT, ""
+        queue = _squeue()
+        if queue is not None:
+            jobs = [row["number"] for row in _jobs_of(path, queue)]
+            code, problem = _command("scancel", *jobs) if jobs else (0, "")
+        if code == 0:
+            with contextlib.suppress(OSError):
+                write_file(path / "over", why)
+            return True
+        run = _newest_run(path)
+        if code == _TIMED_OUT and run is not None and not (run / "end.json").exists():
+            return True  # its head ends it
+        raise OSError(_UNHEARD if code == _TIMED_OUT else problem.strip())
 
 
 def _runs(path: Path) -> list[Path]:
@@ -289,8 +272,8 @@ def _newest_run(path: Path) -> Path | None:
     return next((run for run in reversed(_runs(path)) if run.stem == job), None)
 
 
-def _jobs_of(path: Path, rows: Iterable[Row]) -> list[Row]:
-    """Slurm's jobs that are an allocation's, by their folder.
+def _jobs_of(path: Path, queue: Iterable[Row] | None) -> list[Row]:
+    """The jobs in Slurm's queue that are an allocation's, by their folder.
 
     Hosts may have different real paths for one folder: with the number that the allocation knows
     the end of the path is enough. The number alone is not: Slurm may have given it again.
@@ -299,21 +282,17 @@ def _jobs_of(path: Path, rows: Iterable[Row]) -> list[Row]:
     end = "/".join(["", *real.split("/")[-3:]])
     return [
         row
-        for row in rows
+        for row in queue or ()
         if row["folder"] == real or (row["number"] == job and row["folder"].endswith(end))
     ]
 
 
-def _squeue() -> list[Row]:
-    """Ask Slurm for this user's jobs.
-
-    Raises:
-        TimeoutError: its controller is away.
-    """
+def _squeue() -> list[Row] | None:
+    """This user's jobs in Slurm's queue; ``None`` when it gives no answer."""
     user = pwd.getpwuid(os.getuid()).pw_name
     code, text = _command("squeue", "-h", "-a", "-u", user, "-o", "|".join(_COLUMNS.values()))
     if code:
-        raise TimeoutError("Slurm gives no answer.")
+        return None
     lines = (line.split("|", len(_COLUMNS) - 1) for line in text.splitlines())
     # "strict" is unknown to Python 3.9.
     return [dict(zip(_COLUMNS, line)) for line in lines if len(line) == len(_COLUMNS)]  # noqa: B905

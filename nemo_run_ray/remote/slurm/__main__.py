@@ -8,15 +8,15 @@ import sys
 from ..node.output import say
 from ..node.supervise import Runner, supervise
 from .folder import NodeReport, RunFolder
-from .node import Worker, failure, temp_dir_of
-from .settings import CannotContinue, Settings, job_of
+from .node import Worker, failure
+from .settings import CannotContinue, Settings
 
 
 def main() -> int:
     """Take part in the cluster until it is over; the exit code of this node's task."""
     env = dict(os.environ)
     try:
-        settings = Settings(env, temp_dir_of(job_of(env)))
+        settings = Settings(env)
     except CannotContinue as error:
         say(str(error))
         return 2

@@ -24,7 +24,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Dict, List, Mapping, Optional, Set, Tuple
 
 from .. import carried_over
 from ..dashboard import DashboardClient, RequestRefused, Unanswered
@@ -48,11 +48,9 @@ from .folder import CLUSTER_FAILED, READY, RunEnd
 from .settings import Settings
 
 #: Names in the folder of an allocation.
-USERS, RELEASED, KEEP, OVER, STOP = "users", "released", "keep", "over", "stop"
+USERS, RELEASED, KEEP, STOP = "users", "released", "keep", "stop"
 #: Seconds between two looks at Ray's job table.
 _LOOK_S = 5.0
-#: Tries to read Ray's last job table, from which the next allocation takes over jobs.
-_LAST_TRIES = 3
 #: A renewed allocation ends by itself before its walltime, in time for jobs to end and for its
 #: script to submit the next one: by a tenth of the walltime, within these limits.
 _MARGIN_MIN_S, _MARGIN_MAX_S = 30.0, 120.0
@@ -67,24 +65,11 @@ _UPLOAD_S = 20.0
 
 
 class Allocation:
-    """Decides when a named allocation ends, and continues dispatches; unnamed, it does nothing.
+    """Decides when a named allocation ends, and continues dispatches; unnamed, it does nothing."""
 
-    Args:
-        settings: of the head.
-        monotonic: seconds that only grow.
-        clock: seconds since the epoch.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        monotonic: Callable[[], float] = time.monotonic,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._folder = settings.allocation
-        self._monotonic = monotonic
-        self._clock = clock
         self._carried: JobRows = {}  # rows of dispatches from before this run
         #: Folders of dispatches whose dispatcher is not started yet, with the number of failures.
         self._waiting: List[Tuple[str, int]] = []
@@ -100,7 +85,7 @@ class Allocation:
         #: The variables by which a dispatcher knows how long its jobs may take.
         self.ray_env: Dict[str, str] = {}
         if self._folder and settings.ends_at is not None:
-            remaining_s = settings.ends_at - clock()
+            remaining_s = settings.ends_at - time.time()
             margin_s = min(max(remaining_s / 10, _MARGIN_MIN_S), _MARGIN_MAX_S)
             margin_s = margin_s if settings.renew else 0.0
             self._ends_at = settings.ends_at - margin_s
@@ -135,23 +120,40 @@ class Allocation:
 
     def step(self) -> Optional[RunEnd]:
         """Start dispatches that are carried over; the end of an allocation that nobody needs."""
-        if self._folder:
-            self._start_dispatcher()
-            if self._monotonic() - self._looked_at >= _LOOK_S:
-                self._looked_at = self._monotonic()
-                with suppress(OSError):  # the folder cannot be read now
-                    return self._end()
+        if not self._folder:
+            return None
+        self._start_dispatcher()
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return None
+        self._looked_at = now
+        if not self._session:
+            with suppress(Unanswered, OSError):
+                session = self.dashboard.session()
+                write_file(os.path.join(self._settings.run, "session"), session)
+                self._session = session
+        rows = self.keep_table()
+        is_idle = rows is not None and not self._waiting and not any(map(is_active, rows))
+        # A dashboard that hangs does not delay the next allocation.
+        self._table = self._table if rows is None else rows
+        try:
+            end = self.renewal(self._table, is_idle)
+            users = set(os.listdir(os.path.join(self._folder, USERS)))
+        except OSError:  # the folder cannot be read now
+            return None
+        if end is not None:
+            return end
+        # A new user needs time to submit.
+        if not is_idle or self._idle_since is None or users - self._seen_users:
+            self._idle_since = now if is_idle else None
+            self._seen_users |= users
+            return None
+        limit_s = self._settings.idle_timeout_s
+        if not users and self._has(RELEASED) and not self._has(KEEP):
+            return RunEnd(0, "its last user has left, and no job runs")
+        if limit_s is not None and now - self._idle_since >= limit_s:
+            return RunEnd(0, f"no job has run for {limit_s:g} s")
         return None
-
-    def stop_reason(self) -> str:
-        """The reason for which a client has stopped this allocation; empty if none has.
-
-        Slurm's controller may have been away when the client asked it.
-        """
-        path = os.path.join(self._folder or self._settings.run, STOP)
-        with suppress(OSError), open(path, encoding="utf-8") as file:
-            return file.read().strip()
-        return ""
 
     def keep_table(self) -> Optional[List[JobRow]]:
         """Ray's job table, which is kept in a file with the rows that were carried over.
@@ -159,7 +161,7 @@ class Allocation:
         It is ``None`` if Ray does not answer.
         """
         try:
-            table = [row for row in self.dashboard.table() if isinstance(row, dict)]
+            table = self.dashboard.table()
             rows = [self._lost_ends.restored(row) for row in table]  # type: ignore[arg-type]
         except Unanswered:
             return None
@@ -169,11 +171,6 @@ class Allocation:
                 write_file(os.path.join(self._settings.run, carried_over.TABLE), text)
                 self._written = text
         return rows
-
-    def keep_last_table(self, end: RunEnd) -> None:
-        """Keep the table from which the next allocation takes the ends of jobs."""
-        if self._folder:
-            any(self.keep_table() is not None for _ in range(_LAST_TRIES if end.renews else 1))
 
     def renewal(self, rows: List[JobRow], is_idle: bool) -> Optional[RunEnd]:
         """The end after which the next allocation continues; ``None`` while this one is of use.
@@ -188,7 +185,7 @@ class Allocation:
         if not self._settings.renew or self._ends_at is None:
             return None
         has_signal = os.path.exists(os.path.join(self._settings.run, SIGNALLED))
-        is_late = self._clock() >= self._ends_at or has_signal
+        is_late = time.time() >= self._ends_at or has_signal
         table = _by_id(rows)
         names = set()  # dispatchers of dispatches that were started and are not decided
         dispatches = self._attempts({**self._carried, **table})
@@ -231,31 +228,6 @@ class Allocation:
         parent, number = os.path.split(self._folder)
         return bool(glob.glob(os.path.join(parent, str(int(number) - 1), "run", "*", READY)))
 
-    def _end(self) -> Optional[RunEnd]:
-        if not self._session:
-            with suppress(Unanswered):
-                self._session = self.dashboard.session()
-                write_file(os.path.join(self._settings.run, "session"), self._session)
-        rows = self.keep_table()
-        is_idle = rows is not None and not self._waiting and not any(map(is_active, rows))
-        # A dashboard that hangs does not delay the next allocation.
-        self._table = self._table if rows is None else rows
-        end = self.renewal(self._table, is_idle)
-        if end is not None:
-            return end
-        now, users = self._monotonic(), set(os.listdir(os.path.join(self._folder, USERS)))
-        # A new user needs time to submit.
-        if not is_idle or self._idle_since is None or users - self._seen_users:
-            self._idle_since = now if is_idle else None
-            self._seen_users |= users
-            return None
-        limit_s = self._settings.idle_timeout_s
-        if not users and self._has(RELEASED) and not self._has(KEEP):
-            return RunEnd(0, "its last user has left, and no job runs")
-        if limit_s is not None and now - self._idle_since >= limit_s:
-            return RunEnd(0, f"no job has run for {limit_s:g} s")
-        return None
-
     def _has(self, name: str) -> bool:
         return os.path.exists(os.path.join(self._folder, name))
 
@@ -271,7 +243,7 @@ class Allocation:
 
     def _start_dispatcher(self) -> None:
         """Start the dispatcher of the first dispatch that waits; after a failure it is the last."""
-        if not self._waiting or self._monotonic() < self._pause_until:
+        if not self._waiting or time.monotonic() < self._pause_until:
             return
         folder, failures = self._waiting.pop(0)
         name = os.path.basename(folder)
@@ -291,7 +263,7 @@ class Allocation:
             say(f"The chain {name} continues as {body['submission_id']}.")
         # A file may be torn.
         except (OSError, ValueError, KeyError, Unanswered, RequestRefused) as error:
-            self._pause_until = self._monotonic() + _PAUSE_S
+            self._pause_until = time.monotonic() + _PAUSE_S
             state = " yet" if failures + 1 < _TRIES else ", and is given up"
             if failures + 1 < _TRIES:
                 self._waiting.append((folder, failures + 1))

@@ -13,11 +13,10 @@ from ..dashboard import DASHBOARD, DashboardClient, Unanswered
 from ..end_record import describe_exit
 from ..files import write_file
 from ..node.supervise import Child
-from .carry import Allocation
+from .carry import STOP, Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
 from .network import head_address, is_reachable
 from .node import TURN_S, NodeProgram, driver_environment
-from .settings import Settings
 
 #: NeMo-Run's file that ends the nodes.
 ENDED = "ENDED"
@@ -79,7 +78,22 @@ class Head(NodeProgram):
             return RunEnd(CLUSTER_FAILED, why)
         if not waiting and not self.was_ready and self._head is not None:
             self.was_ready = True
-            self._publish_ready(self._head)
+            head = self._head
+            self.say(
+                f"Ray is ready: {self._members} nodes, GCS {head.gcs}, dashboard {head.dashboard}"
+            )
+            if self.settings.cluster:
+                # NeMo-Run reads this file, and takes its presence for readiness.
+                row = {
+                    "head_ip": head.address,
+                    "dashboard_port": str(head.dashboard_port),
+                    "port": str(head.port),
+                    "job": self.settings.job,
+                }
+                write_file(self._info, json.dumps(row, indent=2) + "\n")
+            names = {name: str(port) for name, port in self._ports.items()}
+            names["RAY_TEMP_DIR"] = self.settings.temp_dir
+            self.folder.publish_ready(head, driver_environment(self.ray_env, head), names)
         elif waiting and time.monotonic() - self._said_at >= _SAY_S:
             self._said_at = time.monotonic()
             self.say(waiting)
@@ -97,8 +111,9 @@ class Head(NodeProgram):
         return [*argv, f"--temp-dir={self.settings.temp_dir}"]
 
     def leave(self, end: RunEnd) -> int:
-        if self.was_ready:
-            self._allocation.keep_last_table(end)
+        if self.was_ready and self.settings.allocation:
+            # From the last table the next allocation takes over jobs.
+            any(self._allocation.keep_table() is not None for _ in range(3 if end.renews else 1))
         failed = end.code == CLUSTER_FAILED and not self.was_ready
         if failed and self._requested_end() is None and self._allocation.may_try_again():
             end = end._replace(renews=True)
@@ -125,8 +140,11 @@ class Head(NodeProgram):
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
         if os.path.exists(os.path.join(self.settings.logs, ENDED)):
             return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
-        stopped = self._allocation.stop_reason()
-        return RunEnd(143, stopped) if stopped else None
+        # By a client, whom Slurm's controller may not have heard.
+        folder = self.settings.allocation or self.settings.run
+        with suppress(OSError), open(os.path.join(folder, STOP), encoding="utf-8") as file:
+            return RunEnd(143, file.read().strip())
+        return None
 
     def _follow_ray(self) -> None:
         """Ask for Ray's nodes after a pause, and tell the workers of Ray once they can join."""
@@ -164,21 +182,6 @@ class Head(NodeProgram):
         self.beat()
         return self._token
 
-    def _publish_ready(self, head: HeadAddress) -> None:
-        self.say(f"Ray is ready: {self._members} nodes, GCS {head.gcs}, dashboard {head.dashboard}")
-        if self.settings.cluster:
-            # NeMo-Run reads this file, and takes its presence for readiness.
-            row = {
-                "head_ip": head.address,
-                "dashboard_port": str(head.dashboard_port),
-                "port": str(head.port),
-                "job": self.settings.job,
-            }
-            write_file(self._info, json.dumps(row, indent=2) + "\n")
-        names = {name: str(port) for name, port in self._ports.items()}
-        names["RAY_TEMP_DIR"] = self.settings.temp_dir
-        self.folder.publish_ready(head, driver_environment(self.ray_env, head), names)
-
     def _driver_end(self) -> Optional[RunEnd]:
         """The end of the driver, which is started when the job's script names it."""
         code = None if self._driver is None else self._driver.code
@@ -204,12 +207,55 @@ def decide(head: Head, elapsed_s: float) -> Tuple[str, str]:
         head: as far as it has looked.
         elapsed_s: since its program began.
     """
-    settings, why = head.settings, _failure(head)
-    waiting = "" if why or head.was_ready else _missing(head)
-    if not waiting:
-        return "", why
-    absent = [settings.host_of(rank) for rank in range(settings.nodes) if rank not in head.reports]
-    if elapsed_s >= settings.share_limit_s and _too_few(settings, absent):
+    settings, reports = head.settings, head.reports
+
+    def too_few(lacking: Sized) -> bool:
+        return bool(settings.nodes - 1 - len(lacking) < settings.min_workers)
+
+    failed = {rank for rank, report in reports.items() if report.failed}
+    # Before it is ready, only if too few workers remain.
+    if settings.fail_fast if head.was_ready else too_few(failed | head.dead):
+        for rank in sorted(failed):
+            return "", reports[rank].failed
+        for rank in sorted(head.dead):
+            return "", (
+                f"node {settings.host_of(rank)} (rank {rank}) shows no life: its program writes "
+                f"nothing into {settings.run} any more. It has lost its power, its network or its "
+                "file system"
+            )
+        for rank, count in sorted(head.missed.items()):
+            if count >= LOST_AFTER:
+                lost = reports[rank]
+                return "", (
+                    f"node {lost.host} (rank {rank}) was lost: Ray does not count {lost.address} "
+                    f"as alive any more. Its log: {lost.log}"
+                )
+    if head.was_ready:
+        return "", ""
+    late, slow = {}, []
+    for rank in range(settings.nodes):
+        report = reports.get(rank)
+        if report is None:
+            late[rank] = f"{settings.host_of(rank)}, which has not begun"
+        elif report.address not in head.alive:
+            given_up = f", where Ray itself has given up: {report.retried}"
+            late[rank] = report.host + (given_up if report.retried else f" (log: {report.log})")
+        elif rank not in head.dead:
+            slow += [
+                f"{sidecar.name} on {report.host}"
+                for sidecar in settings.sidecars
+                if (rank == 0 or sidecar.everywhere) and sidecar.name not in report.ready
+            ]
+    if 0 in late:
+        waiting = f"Ray on the head is not up yet: {late[0]}"
+    elif too_few(late):
+        waiting = f"workers that have not joined: {'; '.join([*late.values()][:_LISTED])}"
+    elif slow:
+        waiting = f"sidecars that are not ready: {'; '.join(slow[:_LISTED])}"
+    else:
+        return "", ""
+    absent = [settings.host_of(rank) for rank in range(settings.nodes) if rank not in reports]
+    if elapsed_s >= settings.share_limit_s and too_few(absent):
         more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
         return "", (
             f"{', '.join(absent[:_LISTED])}{more} has not written into {settings.run} within "
@@ -222,59 +268,3 @@ def decide(head: Head, elapsed_s: float) -> Tuple[str, str]:
             f"RAY_HEAD_START_TIMEOUT allows: {waiting}"
         )
     return waiting, ""
-
-
-def _failure(head: Head) -> str:
-    """The reason why the cluster cannot continue; empty while it can."""
-    settings, reports = head.settings, head.reports
-    failed = {rank for rank, report in reports.items() if report.failed}
-    is_needed = settings.fail_fast
-    if not head.was_ready:  # only if too few workers remain
-        is_needed = _too_few(settings, failed | head.dead)
-    if not is_needed:
-        return ""
-    for rank in sorted(failed):
-        return reports[rank].failed
-    for rank in sorted(head.dead):
-        return (
-            f"node {settings.host_of(rank)} (rank {rank}) shows no life: its program writes "
-            f"nothing into {settings.run} any more. It has lost its power, its network or its file "
-            "system"
-        )
-    for rank, count in sorted(head.missed.items()):
-        if count >= LOST_AFTER:
-            lost = reports[rank]
-            return (
-                f"node {lost.host} (rank {rank}) was lost: Ray does not count {lost.address} as "
-                f"alive any more. Its log: {lost.log}"
-            )
-    return ""
-
-
-def _missing(head: Head) -> str:
-    """A phrase for what the cluster lacks to be ready; empty if nothing is missing."""
-    settings, late = head.settings, {}
-    for rank in range(settings.nodes):
-        report = head.reports.get(rank)
-        if report is None:
-            late[rank] = f"{settings.host_of(rank)}, which has not begun"
-        elif report.address not in head.alive:
-            given_up = f", where Ray itself has given up: {report.retried}"
-            late[rank] = report.host + (given_up if report.retried else f" (log: {report.log})")
-    if 0 in late:
-        return f"Ray on the head is not up yet: {late[0]}"
-    if _too_few(settings, late):
-        return f"workers that have not joined: {'; '.join([*late.values()][:_LISTED])}"
-    slow = [
-        f"{sidecar.name} on {report.host}"
-        for rank, report in sorted(head.reports.items())
-        # A node that the cluster may be ready without is not waited for.
-        if rank not in late and rank not in head.dead
-        for sidecar in settings.sidecars
-        if (rank == 0 or sidecar.everywhere) and sidecar.name not in report.ready
-    ]
-    return f"sidecars that are not ready: {'; '.join(slow[:_LISTED])}" if slow else ""
-
-
-def _too_few(settings: Settings, lacking: Sized) -> bool:
-    return bool(settings.nodes - 1 - len(lacking) < settings.min_workers)

@@ -15,19 +15,13 @@ from .settings import HEAD_PORTS, NODE_PORTS, CannotContinue
 _FIRST, _END = 10240, 32768
 #: The first port if the kernel's begin lower (from 9000 on, on some machines).
 _FIRST_OF_FEW = 1200
-_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 #: Ports of one node of one cluster. Each of Ray's workers needs one.
 _BLOCK = 1024
-#: With fewer blocks from ``_FIRST`` on, two clusters on a node would not get one each.
-_BLOCKS_MIN = 4
 #: In a block, those in front are for Ray's services, the rest for its workers.
 _SERVICES = 32
-#: Ports for workers when the user has set the first or the last alone; as many as NeMo-Run's.
-_WORKERS = 256
 #: Ray's own numbers, which people and NeMo-Run's ``port_forward`` expect; used where they are free.
 _EXPECTED = {"PORT": 6379, "DASHBOARD_PORT": 8265, "RAY_CLIENT_SERVER_PORT": 10001}
 _SIOCGIFADDR = 0x8915
-_CONNECT_S = 2.0
 #: An address that no host has.
 _ELSEWHERE = "192.0.2.1"
 
@@ -81,7 +75,7 @@ def way_to(address: str) -> str:
 
 def is_reachable(address: str, port: int) -> bool:
     with suppress(OSError):
-        socket.create_connection((address, port), _CONNECT_S).close()
+        socket.create_connection((address, port), 2.0).close()
         return True
     return False
 
@@ -108,24 +102,21 @@ def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> Dict[st
                 f"{name}={port} is taken on node {socket.gethostname()}. Set another port, or "
                 "leave the variable out: then a free one is used"
             )
-    with open(_RANGE, encoding="ascii") as file:
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         end = min(int(file.read().split()[0]), _END)
-    start = _FIRST if end - _FIRST >= _BLOCKS_MIN * _BLOCK else _FIRST_OF_FEW
+    # With fewer blocks, two clusters on a node would not get one each.
+    start = _FIRST if end - _FIRST >= 4 * _BLOCK else _FIRST_OF_FEW
     blocks = (end - start) // _BLOCK
-    firsts = [start + (salt + number) % blocks * _BLOCK for number in range(blocks)]
-    for first in firsts:
+    for number in range(blocks):
+        first = start + (salt + number) % blocks * _BLOCK
         if all(map(_is_free, range(first, first + _SERVICES))):
             break
     else:
         raise CannotContinue(
             f"no block of ports from {start} to {end - 1} is free on node {socket.gethostname()}"
         )
-    low, high = first + _SERVICES, first + _BLOCK - 1
-    if "MIN_WORKER_PORT" in wanted:
-        high = min(wanted["MIN_WORKER_PORT"] + _WORKERS, 65535)
-    elif "MAX_WORKER_PORT" in wanted:
-        low = max(wanted["MAX_WORKER_PORT"] - _WORKERS, 1)
-    chosen = {"MIN_WORKER_PORT": low, "MAX_WORKER_PORT": high, **wanted}
+    workers = {"MIN_WORKER_PORT": first + _SERVICES, "MAX_WORKER_PORT": first + _BLOCK - 1}
+    chosen = {**workers, **wanted}
     for number, name in enumerate(names):
         if name not in chosen:
             port = _EXPECTED.get(name, 0)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..dashboard import DASHBOARD, EMBEDDED
-from ..files import ENDS_AT, LASTS_S, RENEWS, own_folder, write_file
+from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
 from ..node.output import say
 from ..node.supervise import TAG, Child, Runner, Supervisor
 from .folder import (
@@ -39,27 +39,13 @@ _RETRY_S = 5.0
 #: Seconds that the head waits at the end until the others have ended their processes. The job's
 #: script waits for the head 5 s longer.
 _LEAVE_S = 20.0
-_NOT_FOUND = 127
-_TEMP_ROOT = "/tmp"
-#: File in Ray's folder that the programs of its nodes lock while they live.
-_LOCK = "lock"
-#: Copies what has changed in Ray's logs, once or with pauses. A process of its own does it, so that
-#: a node still shows that it lives: the folder may be slow, and the logs large. A copy that breaks
-#: off leaves a torn file that is newer than its log: all are copied again after it.
+#: Copies Ray's logs once, or what has changed in them, with pauses. A process of its own does it,
+#: so that a node still shows that it lives: the folder may be slow, and the logs large. The last
+#: copy is of all: one that broke off may have torn a file, which is newer than its log then.
 _COPY = """\
-copy() {
-  cd "$1" && mkdir -p "$2" || return
-  newer=-u code=0
-  [ ! -e "$2/.unfinished" ] || newer=
-  touch "$2/.unfinished" || return
-  for name in session_2*; do
-    [ -d "$name/logs" ] || continue
-    mkdir -p "$2/$name" && cp -rp $newer "$name/logs" "$2/$name/" || code=1
-  done
-  [ $code -eq 0 ] && rm "$2/.unfinished"
-}
-[ -n "$3" ] || { copy "$1" "$2"; exit; }
-while sleep "$3"; do copy "$1" "$2"; done
+cd "$1" && mkdir -p "$2" || exit
+[ -n "$3" ] || exec cp -rp --parents session_2*/logs "$2"
+while sleep "$3"; do cp -rpu --parents session_2*/logs "$2"; done
 """
 #: Variables that would lead Ray, or a driver, to another cluster, or describe that.
 _FOREIGN = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD}
@@ -83,8 +69,6 @@ _ALONE = {
 #: and the variables among them that only name Slurm's cluster.
 _OF_STEP = ("SLURM_", "OMPI_", "MPI_", "PMI_", "PMI2_", "PMIX_")
 _OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS"}
-#: The part at the end of a log in which its last lines are looked for.
-_TAIL_BYTES, _TAIL_LINES = 8192, 12
 
 
 class NodeProgram(ABC):
@@ -112,8 +96,7 @@ class NodeProgram(ABC):
         self.began = time.monotonic()
         self._restart_at: Optional[float] = None
         self._sidecars: List[Tuple[str, Optional[Child], str, Any]] = []
-        self._copies: List[Child] = []
-        self._held: Optional[int] = None  # the lock of Ray's folder, while this process lives
+        self._beside: List[Child] = []  # what stays when Ray is started again
         self.leaves_at = float("inf")
         self._beaten_at = self._looked_at = float("-inf")
         #: In this turn the files that seldom change are read.
@@ -160,7 +143,7 @@ class NodeProgram(ABC):
         self.children.stop(GRACE_S)
         if self.settings.allocation:
             keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
-        if self._copies:
+        if self.settings.log_sync_s is not None:
             copy, deadline = self._copy_logs(""), max(self.leaves_at, time.monotonic() + 1.0)
             while copy.code is None and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -183,11 +166,6 @@ class NodeProgram(ABC):
         )
         argv = ["sh", "-c", _COPY, "copy", self.settings.temp_dir, folder, str(pause_s)]
         return self.start(argv, os.devnull, os.environ)
-
-    def end_ray(self) -> None:
-        """End Ray on this node, before it is started again."""
-        beside = [*self._copies, *(child for _, child, _, _ in self._sidecars if child)]
-        self.children.stop(GRACE_S, keep=beside)
 
     def publish(self, **fields: Any) -> None:
         """Change this node's report; if it cannot be written now, a later turn writes it."""
@@ -236,7 +214,7 @@ class NodeProgram(ABC):
         # Once the run is over, Ray has a reason to end.
         if self.ray is None or self.ray.code is None or self.folder.end() is not None:
             return
-        is_missing = self.ray.code == _NOT_FOUND
+        is_missing = self.ray.code == 127
         missing = ": there is no program 'ray', or none that a command before it needs"
         how = f"has ended: {self.ray.ending}{missing if is_missing else ''}"
         how += _log_end(self.settings.node_log)
@@ -245,7 +223,7 @@ class NodeProgram(ABC):
         if self._restart_at is None:
             self.say(f"`ray start` has ended: {self.ray.ending}. It is started again.")
             self.publish(retried=f"try {self.starts} of `ray start` {how}")
-            self.end_ray()
+            self.children.stop(GRACE_S, keep=self._beside)
             self._restart_at = time.monotonic() + _RETRY_S
         elif time.monotonic() >= self._restart_at:
             self.start_ray()
@@ -264,10 +242,10 @@ class NodeProgram(ABC):
         os.makedirs(settings.logs, exist_ok=True)
         self.folder.beat()
         if not self.env.get("RAY_TEMP_DIR"):
-            self._held = hold_folder(os.path.dirname(settings.temp_dir))
+            hold_folder(os.path.dirname(settings.temp_dir))
         os.makedirs(settings.temp_dir, exist_ok=True)
         if settings.log_sync_s is not None:
-            self._copies.append(self._copy_logs(settings.log_sync_s))
+            self._beside.append(self._copy_logs(settings.log_sync_s))
         for sidecar in settings.sidecars:
             log = settings.log(f"{sidecar.name}-{settings.host}")
             if sidecar.name == SANDBOX and settings.sandbox_ports:  # where NeMo-RL looks for it
@@ -276,6 +254,7 @@ class NodeProgram(ABC):
             child, probing = None, None
             if sidecar.command:
                 child = self.start(["bash", "-c", sidecar.command], log, env)
+                self._beside.append(child)
             if sidecar.probe is not None:
                 from ..node.probe import Probing  # most nodes do without it
 
@@ -357,7 +336,7 @@ class Worker(NodeProgram):
         elif head.ray and HeadAddress(*head.ray) != self._head:
             if self._head is not None:
                 self.say("The head has started Ray again, and so does this node.")
-                self.end_ray()
+                self.children.stop(GRACE_S, keep=self._beside)
             self._head = HeadAddress(*head.ray)
             self._address = way_to(self._head.address)
             self.publish(address=self._address)
@@ -369,34 +348,27 @@ def failure(settings: Settings, why: str) -> RunEnd:
     return RunEnd(CLUSTER_FAILED, f"node {settings.host} (rank {settings.rank}): {why}")
 
 
-def temp_dir_of(job: str) -> str:
-    """Ray's folder; short, since Linux limits the names of the sockets inside.
-
-    It lies in a folder of this user alone: Ray lets everybody write into its own.
-    """
-    return os.path.join(own_folder(os.path.join(_TEMP_ROOT, f"nrr-{os.getuid()}-{job}")), "r")
-
-
 def hold_folder(path: str) -> int:
     """Make Ray's folder, and remove those of this user's runs that were killed here.
 
     Returns:
-        A descriptor of its lock, which this process has while it lives. Nodes that share the
+        A descriptor of it with a lock, which this process has while it lives. Nodes that share the
         folder share the lock.
 
     Raises:
         CannotContinue: it is another user's.
     """
-    import fcntl
+    import fcntl  # after the start no node needs these
     import shutil
 
-    for entry in os.scandir(_TEMP_ROOT):
-        with suppress(OSError):  # its program lives, or another one has just removed it
-            is_own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
-            if is_own and entry.name.startswith(f"nrr-{os.getuid()}-"):
-                with open(os.path.join(entry.path, _LOCK), "rb") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(entry.path, ignore_errors=True)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    for entry in os.scandir(os.path.dirname(path)):
+        if entry.name.startswith(f"nrr-{os.getuid()}-"):
+            with suppress(OSError):  # its program lives, or it is another user's
+                held = os.open(entry.path, flags)
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(held)
     while True:
         os.makedirs(path, 0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # another program has just removed it
@@ -404,9 +376,9 @@ def hold_folder(path: str) -> int:
                 raise CannotContinue(
                     f"the folder {path} for Ray is another user's; set RAY_TEMP_DIR to your own"
                 )
-            held = os.open(os.path.join(path, _LOCK), os.O_CREAT | os.O_RDONLY, 0o600)
+            held = os.open(path, flags)
             fcntl.flock(held, fcntl.LOCK_SH)
-            if os.path.samestat(os.fstat(held), os.lstat(os.path.join(path, _LOCK))):
+            if os.path.samestat(os.fstat(held), os.lstat(path)):
                 return held
 
 
@@ -453,8 +425,8 @@ def driver_environment(ray_env: Env, head: HeadAddress) -> Dict[str, str]:
 def _log_end(path: str) -> str:
     """The last lines of a log as the end of a sentence, each behind ``| ``; empty without a log."""
     with suppress(OSError), open(path, "rb") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL_BYTES, 0))
+        file.seek(max(os.fstat(file.fileno()).st_size - 8192, 0))
         lines = file.read().decode(errors="replace").split("\n")
-        lines = [line.rstrip() for line in lines if line.strip()][-_TAIL_LINES:]
+        lines = [line.rstrip() for line in lines if line.strip()][-12:]
         return "\n    | ".join([f". Its log, {path}, ends with:", *lines])
     return ""

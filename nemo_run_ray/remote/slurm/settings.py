@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any, Iterator, Mapping, NamedTuple, Optional
 
-from ..files import LIFE, RUN
+from ..files import LIFE, RUN, own_folder
 from ..spec import ProbeSpec
 
 #: Variables that the client sets in the script of a named allocation.
@@ -54,13 +54,12 @@ class Settings:
 
     Args:
         env: the environment of Slurm's task.
-        temp_dir: Ray's folder unless the user names one.
 
     Raises:
         CannotContinue: a value is not allowed, or Slurm's variables are missing.
     """
 
-    def __init__(self, env: Env, temp_dir: str) -> None:
+    def __init__(self, env: Env) -> None:
         #: 0 is the head.
         self.rank, self.nodes = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
         #: Folder of this run, shared by all nodes.
@@ -74,7 +73,8 @@ class Settings:
         self.logs = env.get("LOG_DIR") or self.run
         self.cluster = env.get("CLUSTER_DIR", "")
         self._log_prefix = env.get("NEMO_RUN_RAY_LOG_PREFIX", "ray-")
-        self.job = job_of(env)
+        #: Slurm's number of the job and of its start: ``12.0``, and ``12.1`` after a requeue.
+        self.job = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_RESTART_COUNT') or '0'}"
         #: Slurm's names of this node, and of all nodes by rank.
         self.host = env.get("SLURMD_NODENAME") or os.uname().nodename
         self._hosts = env.get(HOSTS, "").split()
@@ -86,8 +86,10 @@ class Settings:
             int(gpus) if gpus.isdigit() else len(list(filter(str.strip, devices.split(","))))
         )
         self.worker_units = self.worker_units or 1
-        #: Ray's folder on the node.
-        self.temp_dir = env.get("RAY_TEMP_DIR") or temp_dir
+        #: Ray's folder on the node; short, since Linux limits the names of the sockets inside. It
+        #: lies in a folder of this user alone: Ray lets everybody write into its own.
+        own = own_folder(f"/tmp/nrr-{os.getuid()}-{self.job}")
+        self.temp_dir = env.get("RAY_TEMP_DIR") or os.path.join(own, "r")
         #: Ports that the user has set, by variable.
         ports = {name: _number(env, name, is_port=True) for name in (*HEAD_PORTS, *NODE_PORTS)}
         self.ports = {name: port for name, port in ports.items() if port is not None}
@@ -103,7 +105,7 @@ class Settings:
         #: Between two copies of Ray's logs; ``None``: no copies.
         self.log_sync_s = _number(env, "RAY_LOG_SYNC_FREQUENCY") or None
         #: When Slurm's time limit ends the job, since the epoch.
-        self.ends_at = _number(env, "SLURM_JOB_END_TIME")
+        self.ends_at = _number(env, "NEMO_RUN_RAY_END_TIME")
         #: Folder for NeMo-RL's files of readiness.
         self.sandbox_ports = env.get("SANDBOX_PORTS_DIR", "")
         #: Of this node.
@@ -126,11 +128,6 @@ class Settings:
         """The log of this node's Ray. Numbers are as wide as the largest, so that names sort."""
         width = len(str(self.nodes - 1))
         return self.log(f"worker-{self.rank:0{width}d}" if self.rank else "head")
-
-
-def job_of(env: Env) -> str:
-    """Slurm's number of the job and of its start: ``12.0``, and ``12.1`` after a requeue."""
-    return f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_RESTART_COUNT') or '0'}"
 
 
 def _number(env: Env, name: str, default: Optional[int] = None, is_port: bool = False) -> Any:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import nemo_run as run
 import pytest
 
-from nemo_run_ray.clusters.base import interrupted
 from nemo_run_ray.clusters.slurm import allocations as allocations_module
+from nemo_run_ray.clusters.slurm import cluster as cluster_module
 from nemo_run_ray.clusters.slurm import on_login
 from nemo_run_ray.clusters.slurm.allocations import Allocations
 from nemo_run_ray.clusters.slurm.cluster import BringUp
@@ -40,9 +40,7 @@ class World:
             name="ray", _script=lambda life: f"#!/bin/sh\n# {life}\n", **given
         )
         allocations = Allocations(login, str((folder or self.jobs) / "ray"))
-        found = BringUp(cluster, allocations, user)
-        found.show, found.clock, found.pause = self.said.append, lambda: self.now, self._pause
-        return found
+        return BringUp(cluster, allocations, user)
 
     def submitted(self) -> Allocations:
         """The lives of the cluster, of which the first one's job waits."""
@@ -51,7 +49,7 @@ class World:
         submit(allocations, 1)
         return allocations
 
-    def _pause(self, seconds: float) -> bool:
+    def pause(self, seconds: float) -> bool:
         self.now += seconds
         assert self.events, self.said
         return bool(self.events.pop(0)())
@@ -94,13 +92,15 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path, monkeypatch) -> Iterator[World]:
+def world(tmp_path, monkeypatch) -> World:
     put_commands(tmp_path, monkeypatch)
     found = World(tmp_path)
     monkeypatch.setattr(allocations_module, "PAUSE_S", 0.0)  # every answer is a new one
-    interrupted.clear()
-    yield found
-    interrupted.clear()
+    monkeypatch.setattr(cluster_module, "CONSOLE", SimpleNamespace(log=found.said.append))
+    monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    waits = SimpleNamespace(wait=found.pause, is_set=lambda: False, clear=lambda: None)
+    monkeypatch.setattr(cluster_module, "interrupted", waits)
+    return found
 
 
 def claim(allocations: Allocations, number: int, user: str) -> bool:
@@ -199,8 +199,7 @@ def test_slurm_is_asked_with_a_full_disk(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(on_login, "_squeue", list)
-    monkeypatch.setattr(Path, "touch", full)
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(on_login, "write_file", full)
     assert on_login.ClusterFolder(str(tmp_path))._queue(30.0, 0.0) == []
 
 
@@ -295,7 +294,7 @@ def test_slurm_is_asked_by_all_clients_together_and_after_a_change_anew(world, m
     assert [one.look().is_queued for one in (allocations, other, allocations)] == [True] * 3
     assert asked() == 1
     world.ready()
-    assert [one.look().queued.state for one in (allocations, other)] == ["RUNNING"] * 2
+    assert [one.look().queued["state"] for one in (allocations, other)] == ["RUNNING"] * 2
     assert asked() == 2
     world.end(1, "it is over")
     (world.slurm / "away").touch()

@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.remote.carried_over import (
-    DISPATCHES,
-    TABLE,
-    rows_before,
-)
+from nemo_run_ray.remote.carried_over import DISPATCHES, TABLE, rows_before
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
 from nemo_run_ray.remote.dispatch.decide import TimeLeft, time_left
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
-from nemo_run_ray.remote.slurm.carry import (
-    USERS,
-    Allocation,
-)
+from nemo_run_ray.remote.slurm import carry
+from nemo_run_ray.remote.slurm.carry import USERS, Allocation
 from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, RunEnd
 from nemo_run_ray.remote.spec import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.status import JobState, Reason, attempt_of_row
@@ -81,7 +76,7 @@ class World:
         self.taken: set = fields["taken"]
         self.refusals: dict[str, int] = fields["refusals"]
         self.dashboard = DashboardClient(fields["url"], lambda: "t" * 64)
-        self.now = 0.0
+        self.now = self.at = 0.0
 
     def settings(self, **fields):
         paths = {"allocation": str(self.path), "run": str(self.run)}
@@ -89,7 +84,8 @@ class World:
 
     def allocation(self, at: float = 9_000.0, **fields) -> Allocation:
         """At a time since the epoch, after it has read the table of the run before."""
-        found = Allocation(self.settings(**fields), lambda: self.now, lambda: at + self.now)
+        self.at = at
+        found = Allocation(self.settings(**fields))
         found.dashboard = self.dashboard
         found.begin()
         return found
@@ -99,17 +95,20 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path) -> Iterator[World]:
+def world(tmp_path, monkeypatch) -> Iterator[World]:
     fields: dict = {"rows": [], "seen": [], "taken": set(), "refusals": {}}
     with serving(Dashboard, **fields) as url:
-        yield World(tmp_path, {**fields, "url": url})
+        found = World(tmp_path, {**fields, "url": url})
+        clock = SimpleNamespace(monotonic=lambda: found.now, time=lambda: found.at + found.now)
+        monkeypatch.setattr(carry, "time", clock)
+        yield found
 
 
 def test_the_kept_table_has_the_end_that_ray_has_lost(world):
     lost = {"submission_id": "one", "driver_node_id": "n1"}
     lost["metadata"] = {NONCE_KEY: "a" * 16, LOCK_KEY: lock_of(proof_of("key", 0))}
     world.rows.append({**lost, **EXIT_CODE_IS_LOST})
-    world.allocation().keep_last_table(RunEnd(0, "its walltime is over", True))
+    world.allocation().keep_table()
     row = json.loads((world.run / TABLE).read_text())[-1]
     assert (row["status"], row["driver_exit_code"]) == ("SUCCEEDED", 0)
 

@@ -22,7 +22,7 @@ _ENV = {
 
 def settings_with(**fields) -> Settings:
     """Those of the head of three nodes, with other values."""
-    found = Settings(_ENV, "/tmp/x")
+    found = Settings(_ENV)
     for name, value in fields.items():
         setattr(found, name, value)
     return found

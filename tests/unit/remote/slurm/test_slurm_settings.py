@@ -23,7 +23,7 @@ _SLURM = {
 
 
 def _read(**variables: str) -> Settings:
-    return Settings({**_SLURM, **variables}, "/tmp/own")
+    return Settings({**_SLURM, **variables})
 
 
 def test_a_node_of_twelve():
@@ -33,10 +33,10 @@ def test_a_node_of_twelve():
     assert found.job == "42.0"
     assert found.min_workers == 11
     assert found.fail_fast
-    assert found.temp_dir == "/tmp/own"
+    assert found.temp_dir == f"/tmp/nrr-{os.getuid()}-42.0/r"
     assert found.node_log == "/shared/logs/ray-worker-03.log"
     assert _read(SLURM_RESTART_COUNT="2", RAY_TEMP_DIR="").job == "42.2", "after a requeue"
-    assert _read(RAY_TEMP_DIR="").temp_dir == "/tmp/own"
+    assert _read(RAY_TEMP_DIR="").temp_dir == found.temp_dir
 
 
 def test_ports_and_choices_of_the_user():
