@@ -72,7 +72,7 @@ def rows_before(allocation: str, run: str) -> JobRows:
     Raises:
         OSError: a file exists and cannot be read now. Without it, jobs would run again.
     """
-    for folder in _runs_before(allocation, run) if allocation and run else ():
+    for folder in runs_before(allocation, run) if allocation and run else ():
         path = os.path.join(folder, TABLE)
         if exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -83,15 +83,6 @@ def rows_before(allocation: str, run: str) -> JobRows:
                 why = str(json.load(file)["why"])
             return rows_of(table, kept_ids(allocation), written_at, why)
     return {}
-
-
-def carries_dispatches(allocation: str, run: str) -> bool:
-    """Whether a run continues the dispatches of those before it.
-
-    Raises:
-        OSError: the folders cannot be read now.
-    """
-    return exists(os.path.join(allocation, RENEWED)) or any(_runs_before(allocation, run))
 
 
 def kept_dispatches(allocation: str) -> list[str]:
@@ -126,7 +117,7 @@ def exists(path: str) -> bool:
     return False
 
 
-def _runs_before(allocation: str, run: str) -> Iterator[str]:
+def runs_before(allocation: str, run: str) -> Iterator[str]:
     """The folders of the runs whose dispatches a run continues, the newest one first."""
     own = os.path.basename(os.path.normpath(run))  # Slurm gives a number once
     folder = allocation

@@ -271,7 +271,7 @@ def test_ctrl_c_takes_the_job_out_of_the_queue(allocations, task):
     waiting.send_signal(signal.SIGINT)
     waiting.communicate(timeout=60)
     wait_for(lambda: not allocations.jobs("PENDING"), 20)
-    assert "before it was ready" in (allocations.life(1, "second") / "over").read_text()
+    assert "before it was ready" in (allocations.life(1, "second") / "stop").read_text()
     first._leave()
 
 
@@ -319,7 +319,7 @@ def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     monitored = allocations.life()
     cluster_script = cluster._script(str(monitored))
     assert late.ask("claim", number=2, user="next")
-    late.ask("note", number=2, name="over", text="a test needs no second one")
+    late.ask("note", number=2, name="stop", text="a test needs no second one")
     late.ask("submit", number=1, script=cluster_script)
     wait_for(lambda: not allocations.jobs(), 60)
     (log,) = monitored.glob("logs/sbatch_*.out")

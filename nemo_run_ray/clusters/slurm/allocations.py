@@ -32,8 +32,6 @@ from nemo_run_ray.remote.spec import JobRows, rows_in
 
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
-#: The reason when the last user of an allocation did not wait until it was ready.
-LEFT_EARLY = "its last user left before it was ready"
 #: Seconds that the script may ask Slurm for the job of an allocation that it has claimed: several
 #: times.
 RENEWAL_S = 600.0
@@ -57,8 +55,7 @@ class SlurmAllocation:
     renewed: bool = False  # whether it continues the dispatches of the allocation before
     job: str = ""  # Slurm's number of its job; empty until Slurm has taken it
     refused: str = ""  # by `sbatch`, with its message
-    stop: str = ""  # why a user has stopped it
-    over: str = ""  # why a client gave it up
+    stop: str = ""  # why a user has stopped it, or a client gave it up
     run: str = ""  # folder of the job's run, below the allocation's; empty until it runs
     head: HeadAddress | None = None  # once the cluster is ready
     end: RunEnd | None = None  # of the run
@@ -71,7 +68,7 @@ class SlurmAllocation:
     @property
     def why_over(self) -> str:
         """The reason why it can serve no client any more; empty while it may."""
-        return self.over or self.refused or (self.end.why if self.end is not None else "")
+        return self.stop or self.refused or (self.end.why if self.end is not None else "")
 
     @property
     def is_queued(self) -> bool:
@@ -86,14 +83,14 @@ class SlurmAllocation:
     @property
     def is_renewing(self) -> bool:
         """Whether its script, at its end, is about to ask for the next allocation."""
-        if self.end is None or not self.end.renews or self.stop or self.over:
+        if self.end is None or not self.end.renews or self.stop:
             return False
         return self.ended_s < _ASKING_S
 
     @property
     def may_start_again(self) -> bool:
         """Whether Slurm may start its job again, of which one start has ended."""
-        if self.end is None or self.stop or self.over:
+        if self.end is None or self.stop:
             return False
         if self.is_queued:
             return True
@@ -104,7 +101,7 @@ class SlurmAllocation:
     def will_start(self) -> bool:
         """Whether it may still come up; a script that claimed it may have died before."""
         is_left = self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _ASKING_S
-        return not (self.head or self.stop or self.why_over or self.is_lost or is_left)
+        return not (self.head or self.why_over or self.is_lost or is_left)
 
 
 @dataclass(frozen=True)
@@ -213,7 +210,7 @@ class Allocations:
             ClusterError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         self._seen = float("-inf"), None
-        if allocation is None or allocation.over or allocation.refused:
+        if allocation is None or allocation.refused:
             return False
         has_ended = allocation.end is not None and not allocation.is_renewing
         return bool(self.ask("cancel", number=allocation.number, why=why, has_ended=has_ended))
@@ -291,7 +288,7 @@ def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool
             return f"{why(last)}, and chains continue in {job} if Slurm starts it again", True
         if ended and newest.will_start:
             return f"{why(ended[0])}, and chains continue in {job}, which is not up yet", True
-        problem = newest.over or newest.stop or newest.refused
+        problem = newest.stop or newest.refused
     if not last["end"] or not last["end"].get("renews"):
         return why(last), False
     return f"{why(last)}, and the next one did not come{problem and f': {problem}'}", False

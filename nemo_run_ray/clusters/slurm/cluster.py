@@ -22,13 +22,9 @@ from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 from pydantic import Field, InstanceOf, PositiveInt
 
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard, interrupted
-from nemo_run_ray.clusters.slurm.allocations import (
-    LEFT_EARLY,
-    RENEWAL_S,
-    Allocations,
-    SlurmAllocation,
-)
+from nemo_run_ray.clusters.slurm.allocations import RENEWAL_S, Allocations, SlurmAllocation
 from nemo_run_ray.clusters.slurm.login import Login, key_of
+from nemo_run_ray.clusters.slurm.on_login import LEFT_EARLY
 from nemo_run_ray.clusters.slurm.script import Sidecar, job_script
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError, Unanswered, as_markup
 from nemo_run_ray.fields import Allowed, Seconds, strict_init
@@ -249,7 +245,7 @@ class SlurmCluster(Cluster):
         if self._of_name.is_used:
             self._of_name.is_used = False
             with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
-                self._of_name.ask("leave", user=_USER, why=LEFT_EARLY)
+                self._of_name.ask("leave", user=_USER)
 
 
 class _SlurmFields(Allowed):
@@ -276,8 +272,6 @@ class BringUp:
         self.said = ""
         self._joined = self._submissions = 0
         self._began = time.monotonic()
-        #: When an allocation without a job was seen first, by its number.
-        self._jobless_since = 0, 0.0
 
     def run(self) -> SlurmAllocation:
         """The allocation to use, with this client among its users.
@@ -345,10 +339,15 @@ class BringUp:
         """
         if newest.may_start_again:
             return False
-        if newest.stop and not newest.why_over:
-            with contextlib.suppress(ClusterError):  # Slurm may not have heard of it
-                self.allocations.cancel(newest, newest.stop)
-        why = newest.why_over or newest.stop or self._give_up_lost(newest)
+        why = newest.why_over
+        if not why and newest.has_queue and newest.queued is None:  # Slurm has no job of it
+            job, limit_s = newest.job, RENEWAL_S if newest.renewed else _CLAIM_S
+            if job:
+                why = f"Slurm has no job {job} any more; `sacct -j {job}` may say why"
+            elif newest.jobless_s >= limit_s:
+                why = "its client ended before Slurm had the job"
+            if why:
+                self.allocations.ask("note", number=newest.number, name="stop", text=why)
         # Of several clients that wait, none submits again what would fail again; but Slurm's
         # controller may have been away when the job was submitted.
         is_away = any(words in newest.refused for words in _AWAY)
@@ -374,23 +373,6 @@ class BringUp:
                 f"{log}".rstrip()
             )
         return bool(why)
-
-    def _give_up_lost(self, newest: SlurmAllocation) -> str:
-        """Give up an allocation that Slurm has no job of, and return why; empty otherwise."""
-        if self._jobless_since[0] != newest.number:
-            self._jobless_since = newest.number, time.monotonic()
-        if not newest.has_queue or newest.queued is not None:
-            return ""
-        limit_s = RENEWAL_S if newest.renewed else _CLAIM_S
-        if newest.job:
-            job = newest.job
-            why = f"Slurm has no job {job} any more; `sacct -j {job}` may say why"
-        elif time.monotonic() - self._jobless_since[1] < limit_s:
-            return ""
-        else:
-            why = "its client ended before Slurm had the job"
-        self.allocations.ask("note", number=newest.number, name="over", text=why)
-        return why
 
     def _submit(self, number: int, script: str) -> None:
         """Submit the job of an allocation that this client has claimed."""

@@ -10,9 +10,8 @@ allocation: one client can, on every file system, and it alone submits the job. 
 client died before Slurm had the job is passed over; should Slurm get the job after all, the job's
 script sees the next allocation and ends.
 
-Two files end an allocation. The head reads the first one, ``stop``, and ends Ray, also where Slurm
-gives no answer. The second one, ``over``, says that nothing is left to stop. With either of them no
-client uses the allocation, and a job that waits in Slurm's queue ends when it starts.
+The file ``stop`` ends an allocation: no client uses it, its head ends Ray, also where Slurm gives
+no answer, and a job that waits in Slurm's queue ends when it starts.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from nemo_run_ray.remote.files import why_untrusted, write_file
 #: Seconds for an answer of Slurm's controller. All that a request does must take less time than a
 #: command on a login node may take.
 ANSWER_S = 15.0
+#: The reason when the last user of an allocation did not wait until it was ready.
+LEFT_EARLY = "its last user left before it was ready"
 _UNHEARD = (
     "Slurm gives no answer. A job that waits in its queue stays there, and ends when it starts. "
     "Stop the cluster once more when Slurm answers, to take it out of the queue."
@@ -70,7 +71,7 @@ class ClusterFolder:
             return None
         path = self._lives / str(number)
         os.listdir(path)  # so that a shared file system looks for new files
-        words = ("claimed", "job", "over", "refused", "stop")
+        words = ("claimed", "job", "refused", "stop")
         found: Row = {
             "number": number,
             "is_sent": (path / "sbatch").is_dir(),
@@ -184,14 +185,11 @@ class ClusterFolder:
             return
         job = text.strip().split(";")[0]
         write_file(path / "job", job)
-        if (path / "over").exists() or (path / "stop").exists():
+        if (path / "stop").exists():
             _command("scancel", job)
 
     def note(self, number: int, name: str, text: str = "") -> None:
-        """Write a file of an allocation.
-
-        ``keep`` lets it stay when nobody uses it, and ``over`` lets nobody use it any more.
-        """
+        """Write a file of an allocation; ``keep`` lets it stay when nobody uses it."""
         write_file(self._lives / str(number) / name, text)
 
     def join(self, number: int, user: str) -> None:
@@ -214,7 +212,7 @@ class ClusterFolder:
         for path in self._lives.glob(f"*/users/{user}"):
             path.unlink()
 
-    def leave(self, user: str, why: str) -> None:
+    def leave(self, user: str) -> None:
         """Take a user off; the last one ends an allocation that never was ready and is not kept."""
         used = [path.parents[1] for path in self._lives.glob(f"*/users/{user}")]
         self.detach(user)
@@ -226,7 +224,7 @@ class ClusterFolder:
             ready = path.glob(f"run/{_read(path / 'job').strip()}.*/ready.json")
             if not (path / "renewed").exists() and not any(ready):
                 with contextlib.suppress(OSError):
-                    self.cancel(int(path.name), why, has_ended=False)
+                    self.cancel(int(path.name), LEFT_EARLY, has_ended=False)
 
     def cancel(self, number: int, why: str, has_ended: bool) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.
@@ -240,20 +238,18 @@ class ClusterFolder:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         path = self._lives / str(number)
-        queue = _squeue() if has_ended else None
+        was_stopped, queue = (path / "stop").exists(), _squeue() if has_ended else None
         if queue is not None and not _jobs_of(path, queue):
             return False
         with contextlib.suppress(OSError):  # a full disk keeps no job alive
             write_file(path / "stop", why)
-        code, problem = _TIMED_OUT, ""
         queue = _squeue()
-        if queue is not None:
-            jobs = [row["number"] for row in _jobs_of(path, queue)]
-            code, problem = _command("scancel", *jobs) if jobs else (0, "")
+        jobs = [row["number"] for row in _jobs_of(path, queue)]
+        code, problem = _TIMED_OUT if queue is None else 0, ""
+        if jobs:
+            code, problem = _command("scancel", *jobs)
         if code == 0:
-            with contextlib.suppress(OSError):
-                write_file(path / "over", why)
-            return True
+            return bool(jobs) or not was_stopped
         run = _newest_run(path)
         if code == _TIMED_OUT and run is not None and not (run / "end.json").exists():
             return True  # its head ends it

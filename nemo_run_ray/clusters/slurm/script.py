@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_run.config import ConfigurableMixin
 
@@ -29,7 +29,7 @@ from nemo_run_ray import remote
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import Probe, strict_init
 from nemo_run_ray.remote.files import LIFE
-from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS
+from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS, SidecarSpec
 
 if TYPE_CHECKING:
     from nemo_run_ray.clusters.slurm.cluster import SlurmCluster
@@ -77,22 +77,14 @@ class Sidecar(ConfigurableMixin):
                 "ports: give the number."
             )
 
-    def row(self) -> dict[str, Any]:
+    def spec(self) -> SidecarSpec:
         """The sidecar as the node program reads it."""
-        probe = None if self.ready is None else self.ready.spec()._asdict()
-        return {
-            "name": self.name,
-            "command": self.command,
-            "everywhere": self.everywhere,
-            "probe": probe,
-            "env": dict(self.env_vars),
-        }
+        probe = None if self.ready is None else self.ready.spec()
+        return SidecarSpec(self.name, self.command, self.everywhere, probe, dict(self.env_vars))
 
 
 #: The modules of the program that starts Ray on a node, below ``remote``.
 _MODULES = ("*.py", "node/*.py", "slurm/*.py")
-#: Zip knows no earlier day; a fixed one keeps equal programs equal.
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 _MAIN = """\
 import sys
 
@@ -109,14 +101,11 @@ sys.exit(main())
 @cache
 def node_program() -> bytes:
     """The zip that Python runs on a node."""
-    root = Path(remote.__file__).parent
-    files = {"__main__.py": _MAIN.encode()}
-    for path in sorted(path for pattern in _MODULES for path in root.glob(pattern)):
-        files[f"nemo_run_ray_remote/{path.relative_to(root).as_posix()}"] = path.read_bytes()
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, data in files.items():
-            archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
+    root, buffer = Path(remote.__file__).parent, io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+        archive.writestr("__main__.py", _MAIN)
+        for path in sorted(path for pattern in _MODULES for path in root.glob(pattern)):
+            archive.write(path, f"nemo_run_ray_remote/{path.relative_to(root)}")
     return buffer.getvalue()
 
 
@@ -145,7 +134,7 @@ def job_script(cluster: SlurmCluster, life: str) -> str:
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
-    idle, rows = cluster.idle_timeout_s, [sidecar.row() for sidecar in cluster.sidecars]
+    idle, rows = cluster.idle_timeout_s, [sidecar.spec() for sidecar in cluster.sidecars]
     variables = {
         LIFE: life,
         IDLE_TIMEOUT: "" if idle is None else str(idle),

@@ -10,8 +10,7 @@ The client has made the folder of the allocation, below that of the cluster::
         users/…     one file for each program that uses the cluster
         released    the last user has left
         keep        the cluster stays without users
-        over        why the allocation can no longer be used
-        stop        why it has to end now, also when Slurm does not end it
+        stop        why nobody uses it any more; it ends now, also when Slurm does not end it
         renewed     it continues the dispatches of the one before
 
 A folder with a higher number means that this allocation was given up.
@@ -106,7 +105,9 @@ class Allocation:
         """
         if not self._folder:
             return
-        if not carried_over.carries_dispatches(self._folder, self._settings.run):
+        renewed = os.path.join(self._folder, carried_over.RENEWED)
+        before = carried_over.runs_before(self._folder, self._settings.run)
+        if not carried_over.exists(renewed) and not any(before):
             for folder in carried_over.kept_dispatches(self._folder):
                 _remove_archives(folder)
             return

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from contextlib import suppress
 from typing import (
     Any,
@@ -43,7 +42,6 @@ from typing import (
 )
 
 from ..files import write_file
-from ..node.output import copy_end
 
 #: Seconds from one heartbeat to the next.
 BEAT_S = 3.0
@@ -55,11 +53,8 @@ LATE_ROUNDS = 10
 CLUSTER_FAILED = 70
 #: Names of files with a ``HeadAddress`` and with the ``RunEnd``.
 READY, END = "ready.json", "end.json"
-#: Folder of the logs of jobs, in that of the run, and the kept part of each log.
+#: Folder of the logs of jobs, in that of the run.
 JOB_LOGS = "job_logs"
-_LOG_BYTES = 64 * 2**20
-#: Seconds for copying them: Slurm, and the job's script, wait for the head to end.
-_KEEP_S = 12.0
 _Row = TypeVar("_Row")
 
 
@@ -215,25 +210,3 @@ class RunFolder:
         with suppress(OSError):
             return os.listdir(self.file(folder))
         return []
-
-
-def keep_job_logs(temp_dir: str, target: str) -> None:
-    """Keep the logs of Ray's jobs, the newest first, of long ones the end.
-
-    Logs that cannot be copied within some seconds are left out: Slurm ends this program soon.
-
-    Args:
-        temp_dir: Ray's folder on this node.
-        target: a folder that is shared by the nodes.
-    """
-    import glob  # no node needs it to start
-
-    deadline = time.monotonic() + _KEEP_S
-    paths = glob.glob(os.path.join(temp_dir, "session_2*", "logs", "job-driver-*.log"))
-    with suppress(OSError):  # one is removed meanwhile
-        paths.sort(key=os.path.getmtime, reverse=True)
-    for path in paths:
-        with suppress(OSError):
-            os.makedirs(target, exist_ok=True)
-            if time.monotonic() < deadline:
-                copy_end(path, os.path.join(target, os.path.basename(path)), _LOG_BYTES)

@@ -15,7 +15,7 @@ from ..files import write_file
 from ..node.supervise import Child
 from .carry import STOP, Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
-from .network import head_address, is_reachable
+from .network import head_address
 from .node import TURN_S, NodeProgram, driver_environment
 
 #: NeMo-Run's file that ends the nodes.
@@ -42,13 +42,14 @@ class Head(NodeProgram):
         self.alive: Set[str] = set()  # addresses of Ray's nodes
         self.was_ready = False
         self.missed: Dict[int, int] = {}  # requests in a row without a node that had joined
-        self._ports: Mapping[str, int] = {}
+        #: Set when Ray is started.
+        self._ports: Mapping[str, int]
+        self._head: HeadAddress
+        self._dashboard: DashboardClient
         self._token = secrets.token_hex(32)
         self._allocation = Allocation(self.settings)
         self.ray_env.update(self._allocation.ray_env)
         self._said_at = self._asked_at = float("-inf")
-        self._head: Optional[HeadAddress] = None
-        self._dashboard: Optional[DashboardClient] = None
         self._driver: Optional[Child] = None
         self._info = os.path.join(self.settings.cluster, "ray_cluster_info.json")
 
@@ -76,7 +77,7 @@ class Head(NodeProgram):
         waiting, why = decide(self, time.monotonic() - self.began)
         if why:
             return RunEnd(CLUSTER_FAILED, why)
-        if not waiting and not self.was_ready and self._head is not None:
+        if not waiting and not self.was_ready:
             self.was_ready = True
             head = self._head
             self.say(
@@ -101,9 +102,12 @@ class Head(NodeProgram):
 
     def ray_start_argv(self, ports: Mapping[str, int]) -> List[str]:
         """Without a token the dashboard is for the node itself alone."""
-        self._ports = ports
-        self._dashboard, self.alive = None, set()  # of the last try
-        self.ray_env[DASHBOARD] = f"http://{self.address}:{ports['DASHBOARD_PORT']}"
+        self._ports, self.alive = ports, set()
+        self._head = HeadAddress(self.address, ports["PORT"], ports["DASHBOARD_PORT"], self.starts)
+        url = f"http://127.0.0.1:{ports['DASHBOARD_PORT']}"
+        self._dashboard = DashboardClient(url, self._authorize, _ANSWER_S)
+        self._allocation.dashboard = self._dashboard
+        self.ray_env[DASHBOARD] = self._head.dashboard
         # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
         host = "0.0.0.0" if self.ray_env["RAY_AUTH_MODE"] == "token" else "127.0.0.1"
         argv = ["ray", "start", "--head", f"--node-ip-address={self.address}"]
@@ -148,14 +152,8 @@ class Head(NodeProgram):
 
     def _follow_ray(self) -> None:
         """Ask for Ray's nodes after a pause, and tell the workers of Ray once they can join."""
-        port, dashboard_port = self._ports["PORT"], self._ports["DASHBOARD_PORT"]
-        if self._dashboard is None and is_reachable(self.address, port):
-            self._head = HeadAddress(self.address, port, dashboard_port, self.starts)
-            url = f"http://127.0.0.1:{dashboard_port}"
-            self._dashboard = DashboardClient(url, self._authorize, _ANSWER_S)
-            self._allocation.dashboard = self._dashboard
         pause_s = _ASK_READY_S if self.was_ready else _ASK_S
-        if self._dashboard is not None and time.monotonic() - self._asked_at >= pause_s:
+        if time.monotonic() - self._asked_at >= pause_s:
             with suppress(Unanswered):  # without an answer the last one stays
                 self.alive = {row["node_ip"] for row in self._dashboard.alive_nodes()}
                 for rank, report in self.reports.items():
@@ -169,7 +167,7 @@ class Head(NodeProgram):
                 write_file(os.path.join(self.settings.logs, "ray_worker_units"), f"{units}\n")
             self._asked_at = time.monotonic()
         # Before this node is registered, `ray start` of a worker soon gives up.
-        if self._head is not None and self.address in self.alive:
+        if self.address in self.alive:
             self.publish(ray=self._head)
 
     @property
@@ -191,7 +189,7 @@ class Head(NodeProgram):
         if code is not None:
             ending = describe_exit(code) if self._driver is None else self._driver.ending
             return RunEnd(code, f"the driver: {ending}")
-        if self._driver is None and command is not None and self._head is not None:
+        if self._driver is None and command is not None:
             env = {**self.ray_env, **driver_environment(self.ray_env, self._head)}
             if self.env.get("NEMO_RUN_RAY_DRIVER_GPUS") != "1":
                 env["CUDA_VISIBLE_DEVICES"] = ""  # Ray gives GPUs to tasks; NeMo-Run: `--gpus=0`

@@ -73,13 +73,6 @@ def way_to(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def is_reachable(address: str, port: int) -> bool:
-    with suppress(OSError):
-        socket.create_connection((address, port), 2.0).close()
-        return True
-    return False
-
-
 def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> Dict[str, int]:
     """Ports for one node's Ray by their variables, in a block that nobody else uses.
 

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..dashboard import DASHBOARD, EMBEDDED
 from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
-from ..node.output import say
+from ..node.output import copy_end, say
 from ..node.supervise import TAG, Child, Runner, Supervisor
 from .folder import (
     BEAT_S,
@@ -23,7 +23,6 @@ from .folder import (
     NodeReport,
     RunEnd,
     RunFolder,
-    keep_job_logs,
 )
 from .network import choose_ports, way_to
 from .settings import SANDBOX, CannotContinue, Env, Settings
@@ -39,6 +38,8 @@ _RETRY_S = 5.0
 #: Seconds that the head waits at the end until the others have ended their processes. The job's
 #: script waits for the head 5 s longer.
 _LEAVE_S = 20.0
+#: Seconds for copying the logs of jobs, and the kept part of each.
+_KEEP_S, _LOG_BYTES = 12.0, 64 * 2**20
 #: Copies Ray's logs once, or what has changed in them, with pauses. A process of its own does it,
 #: so that a node still shows that it lives: the folder may be slow, and the logs large. The last
 #: copy is of all: one that broke off may have torn a file, which is newer than its log then.
@@ -142,7 +143,19 @@ class NodeProgram(ABC):
         self.leaves_at = time.monotonic() + _LEAVE_S
         self.children.stop(GRACE_S)
         if self.settings.allocation:
-            keep_job_logs(self.settings.temp_dir, self.folder.file(JOB_LOGS))
+            import glob  # no node needs it to start
+
+            # The newest first, of long ones the end. Slurm ends this program soon.
+            deadline = time.monotonic() + _KEEP_S
+            paths = glob.glob(f"{self.settings.temp_dir}/session_2*/logs/job-driver-*.log")
+            with suppress(OSError):  # one is removed meanwhile
+                paths.sort(key=os.path.getmtime, reverse=True)
+            for path in paths:
+                with suppress(OSError):
+                    os.makedirs(self.folder.file(JOB_LOGS), exist_ok=True)
+                    if time.monotonic() < deadline:
+                        kept = self.folder.file(JOB_LOGS, os.path.basename(path))
+                        copy_end(path, kept, _LOG_BYTES)
         if self.settings.log_sync_s is not None:
             copy, deadline = self._copy_logs(""), max(self.leaves_at, time.monotonic() + 1.0)
             while copy.code is None and time.monotonic() < deadline:
@@ -281,8 +294,9 @@ class NodeProgram(ABC):
                 why = f"has ended{'' if is_ready else ' before it was ready'}: {child.ending}"
             elif not is_ready:
                 answer = "" if probing is None else probing.step()
-                why = f"is {answer}" if answer else ""
-                if answer == "":
+                if answer:
+                    why = f"is {answer}"
+                elif answer is not None:
                     self.publish(ready=(*self.report.ready, name))
                     if name == SANDBOX and self.settings.sandbox_ports:
                         ready = f"SANDBOX_READY_{self.settings.host}"
@@ -296,7 +310,6 @@ class Worker(NodeProgram):
     """A node that is not the head: it joins the head's Ray, and stays while the head lives."""
 
     _head: Optional[HeadAddress] = None
-    _address = ""
 
     def step(self) -> Optional[RunEnd]:
         if 0 in self.dead:
@@ -314,7 +327,8 @@ class Worker(NodeProgram):
 
     def ray_start_argv(self, ports: Mapping[str, int]) -> List[str]:
         assert self._head is not None
-        return ["ray", "start", f"--address={self._head.gcs}", f"--node-ip-address={self._address}"]
+        own = f"--node-ip-address={self.report.address}"
+        return ["ray", "start", f"--address={self._head.gcs}", own]
 
     def leave(self, end: RunEnd) -> int:
         if self.folder.end() is None:
@@ -338,8 +352,7 @@ class Worker(NodeProgram):
                 self.say("The head has started Ray again, and so does this node.")
                 self.children.stop(GRACE_S, keep=self._beside)
             self._head = HeadAddress(*head.ray)
-            self._address = way_to(self._head.address)
-            self.publish(address=self._address)
+            self.publish(address=way_to(self._head.address))
             self.start_ray()
 
 

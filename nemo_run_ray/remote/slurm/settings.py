@@ -156,5 +156,5 @@ def _sidecars(env: Env) -> Iterator[SidecarSpec]:
         probe = ProbeSpec(kind="port", port=port, timeout_s=600.0)
         line = "" if env.get("SANDBOX_CONTAINER") else command
         yield SidecarSpec(SANDBOX, line, probe=probe, env=variables)
-    for row in json.loads(env.get(SIDECARS) or "[]"):
-        yield SidecarSpec(**{**row, "probe": row["probe"] and ProbeSpec(**row["probe"])})
+    for name, command, everywhere, probe, variables in json.loads(env.get(SIDECARS) or "[]"):
+        yield SidecarSpec(name, command, everywhere, probe and ProbeSpec(*probe), variables)

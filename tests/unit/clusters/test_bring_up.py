@@ -111,10 +111,6 @@ def submit(allocations: Allocations, number: int) -> None:
     allocations.ask("submit", number=number, script="#!/bin/sh\n")
 
 
-def leave(allocations: Allocations, user: str) -> None:
-    allocations.ask("leave", user=user, why=allocations_module.LEFT_EARLY)
-
-
 def impatient(monkeypatch) -> None:
     """Let Slurm have little time for an answer."""
     name = "nemo_run_ray.clusters.slurm.on_login"
@@ -180,7 +176,8 @@ def test_a_stop_that_slurm_does_not_do_can_be_repeated(world, command, script, w
     with pytest.raises(ClusterError, match=words):
         stop(allocations)
     assert allocations.look().stop == "it was ended"
-    assert not allocations.look().why_over
+    with pytest.raises(ClusterError, match=words):
+        stop(allocations)
 
 
 @pytest.mark.parametrize("command", ["squeue", "scancel"])
@@ -231,7 +228,7 @@ def test_the_job_of_an_allocation_is_known_by_its_folder(world, row, cancelled):
     (world.slurm / "queue").write_text(f"{number}|RUNNING|None|N/A|{folder}\n")
     stop(allocations)
     assert world.cancelled() == cancelled
-    assert (world.life() / "over").exists()
+    assert (world.life() / "stop").exists()
 
 
 @pytest.mark.parametrize("has_end", [True, False])
@@ -249,7 +246,7 @@ def test_a_job_that_slurm_starts_again_is_waited_for_and_can_be_stopped(world, h
     (world.life() / "run" / "101.1" / "end.json").write_text('{"code": 143, "why": "cancelled"}')
     assert stop(allocations)
     assert world.cancelled() == ["101"]
-    assert allocations.look().over == "it was ended"
+    assert allocations.look().stop == "it was ended"
 
 
 def test_every_client_that_waited_hears_of_a_failure_and_does_not_submit_again(world):

@@ -54,7 +54,6 @@ def begin(tmp_path, monkeypatch) -> Callable[..., Any]:
     monkeypatch.setattr(node, "Supervisor", _Children)
     monkeypatch.setattr(node, "Child", _Child)
     monkeypatch.setattr(head_module, "head_address", lambda *_: "127.0.0.1")
-    monkeypatch.setattr(head_module, "is_reachable", lambda *_: True)
 
     def begin(kind: Any, rank: int, **variables: str) -> Any:
         slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURMD_NODENAME": "n"}

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 
 from nemo_run_ray.remote.slurm.node import ray_environment, with_pre_start
-from nemo_run_ray.remote.slurm.settings import CannotContinue, Settings
+from nemo_run_ray.remote.slurm.settings import CannotContinue, Settings, SidecarSpec
+from nemo_run_ray.remote.spec import ProbeSpec
 
 _SLURM = {
     "SLURM_PROCID": "3",
@@ -72,16 +73,13 @@ def test_a_wrong_variable_is_named(variables, message):
 
 def test_sidecars_of_the_head_and_of_all():
     rows = [
-        {"name": "all", "command": "serve", "probe": {"kind": "port", "port": 8000}},
-        {"name": "one", "command": "watch", "everywhere": False, "probe": None},
+        SidecarSpec("all", "serve", probe=ProbeSpec(kind="port", port=8000, command=[])),
+        SidecarSpec("one", "watch", everywhere=False),
     ]
     text = json.dumps(rows)
     assert [one.name for one in _read(NEMO_RUN_RAY_SIDECARS=text).sidecars] == ["all"]
     head = _read(NEMO_RUN_RAY_SIDECARS=text, SLURM_PROCID="0").sidecars
-    assert [one.name for one in head] == ["all", "one"]
-    assert head[0].probe is not None
-    assert head[0].probe.port == 8000
-    assert head[1].probe is None
+    assert head == rows
 
 
 def test_the_sandbox_of_nemo_rl():
