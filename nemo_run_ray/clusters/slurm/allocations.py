@@ -203,17 +203,17 @@ class Allocations:
         at, allocation = self._seen
         return allocation if time.monotonic() - at < _TRUST_S else self.look()
 
-    def cancel(self, allocation: SlurmAllocation | None, why: str) -> bool:
-        """End an allocation now, with all that runs in it; whether there was anything to end.
+    def stop(self, why: str) -> bool:
+        """End the newest allocation now, with all that runs in it; whether there was one.
 
         Raises:
             ClusterError: Slurm has not taken its job out of the queue; a second call tries again.
         """
+        allocation = self.look()
         self._seen = float("-inf"), None
         if allocation is None or allocation.refused:
             return False
-        has_ended = allocation.end is not None and not allocation.is_renewing
-        return bool(self.ask("cancel", number=allocation.number, why=why, has_ended=has_ended))
+        return bool(self.ask("cancel", number=allocation.number, why=why))
 
     # ------------------------------------------------------------------ archives
 

@@ -185,9 +185,9 @@ class SlurmCluster(Cluster):
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
         why = "it was ended by `nemo-run-ray down`"
-        is_ended = self._of_name.cancel(self._of_name.look(), why)
+        is_ended = self._of_name.stop(why)
         if is_ended:  # its script may have asked for the next one meanwhile
-            self._of_name.cancel(self._of_name.look(), why)
+            self._of_name.stop(why)
         return is_ended
 
     def _script(self, folder: str) -> str:

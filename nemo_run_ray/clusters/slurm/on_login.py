@@ -224,23 +224,24 @@ class ClusterFolder:
             ready = path.glob(f"run/{_read(path / 'job').strip()}.*/ready.json")
             if not (path / "renewed").exists() and not any(ready):
                 with contextlib.suppress(OSError):
-                    self.cancel(int(path.name), LEFT_EARLY, has_ended=False)
+                    self.cancel(int(path.name), LEFT_EARLY)
 
-    def cancel(self, number: int, why: str, has_ended: bool) -> bool:
+    def cancel(self, number: int, why: str) -> bool:
         """End an allocation now, with all that runs in it; whether there was anything to end.
 
         Args:
             number: of the allocation.
             why: for those who look later.
-            has_ended: its run is over; Slurm may have its job, to start it again.
 
         Raises:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         path = self._lives / str(number)
-        was_stopped, queue = (path / "stop").exists(), _squeue() if has_ended else None
+        was_stopped, run = (path / "stop").exists(), _newest_run(path)
+        has_ended = run is not None and (run / "end.json").exists()
+        queue = _squeue() if has_ended else None
         if queue is not None and not _jobs_of(path, queue):
-            return False
+            return False  # nor is Slurm about to start it again
         with contextlib.suppress(OSError):  # a full disk keeps no job alive
             write_file(path / "stop", why)
         queue = _squeue()
@@ -250,8 +251,7 @@ class ClusterFolder:
             code, problem = _command("scancel", *jobs)
         if code == 0:
             return bool(jobs) or not was_stopped
-        run = _newest_run(path)
-        if code == _TIMED_OUT and run is not None and not (run / "end.json").exists():
+        if code == _TIMED_OUT and run is not None and not has_ended:
             return True  # its head ends it
         raise OSError(_UNHEARD if code == _TIMED_OUT else problem.strip())
 

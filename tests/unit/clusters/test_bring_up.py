@@ -118,10 +118,6 @@ def impatient(monkeypatch) -> None:
     monkeypatch.setitem(allocations_module._MODULES, name, program)
 
 
-def stop(allocations: Allocations) -> bool:
-    return allocations.cancel(allocations.look(), "it was ended")
-
-
 def _nothing() -> None:
     return None
 
@@ -174,10 +170,10 @@ def test_a_stop_that_slurm_does_not_do_can_be_repeated(world, command, script, w
     allocations = world.submitted()
     (world.slurm.parent / "bin" / command).write_text(f"#!/bin/sh\n{script}\n")
     with pytest.raises(ClusterError, match=words):
-        stop(allocations)
+        allocations.stop("it was ended")
     assert allocations.look().stop == "it was ended"
     with pytest.raises(ClusterError, match=words):
-        stop(allocations)
+        allocations.stop("it was ended")
 
 
 @pytest.mark.parametrize("command", ["squeue", "scancel"])
@@ -187,7 +183,7 @@ def test_the_head_ends_an_allocation_when_slurm_gives_no_answer(world, command, 
     client = world.client()
     client.run()
     (world.slurm.parent / "bin" / command).write_text("#!/bin/sh\nexec sleep 60\n")
-    assert stop(client.allocations)
+    assert client.allocations.stop("it was ended")
     assert (world.life() / "stop").read_text() == "it was ended"
 
 
@@ -198,17 +194,6 @@ def test_slurm_is_asked_with_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(on_login, "_squeue", list)
     monkeypatch.setattr(on_login, "write_file", full)
     assert on_login.ClusterFolder(str(tmp_path))._queue(30.0, 0.0) == []
-
-
-def test_the_allocation_that_was_judged_is_cancelled_and_no_newer_one(world):
-    allocations = world.submitted()
-    first = allocations.look()
-    stop(allocations)
-    assert claim(allocations, 2, "second")
-    submit(allocations, 2)
-    allocations.cancel(first, "it was ended")
-    assert allocations.look().number == 2
-    assert not allocations.look().stop
 
 
 @pytest.mark.parametrize(
@@ -226,7 +211,7 @@ def test_the_job_of_an_allocation_is_known_by_its_folder(world, row, cancelled):
     allocations = world.submitted()
     number, _, folder = row.partition("|")
     (world.slurm / "queue").write_text(f"{number}|RUNNING|None|N/A|{folder}\n")
-    stop(allocations)
+    allocations.stop("it was ended")
     assert world.cancelled() == cancelled
     assert (world.life() / "stop").exists()
 
@@ -244,7 +229,7 @@ def test_a_job_that_slurm_starts_again_is_waited_for_and_can_be_stopped(world, h
     assert world.client("second").run().run.endswith("101.1")
     world.state("101", "PENDING")
     (world.life() / "run" / "101.1" / "end.json").write_text('{"code": 143, "why": "cancelled"}')
-    assert stop(allocations)
+    assert allocations.stop("it was ended")
     assert world.cancelled() == ["101"]
     assert allocations.look().stop == "it was ended"
 
