@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import pty
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from nemo_run_ray.clusters.slurm import login as login_module
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, Unanswered
 from tests.conftest import processes_where, wait_for
+from tests.http_server import Handler, serving
 from tests.slurm.sshd import Sshd, running
 
 
@@ -99,6 +103,28 @@ def test_a_session_of_nemo_runs_tunnel(sshd, tmp_path):
     tunnel.put(str(tmp_path / "bytes"), str(tmp_path / "it's there"))
     assert (tmp_path / "it's there").read_bytes() == bytes(range(256))
     assert tunnel.run("echo 'a  b'; exit 3", warn=True).stdout == "a  b\n"
+
+
+class _Hello(Handler):
+    def answer(self) -> None:
+        self.send(200, "hello")
+
+
+def test_a_forward_leads_through_ssh_also_after_that_has_broken_off(sshd):
+    def asked() -> bytes:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return urllib.request.urlopen(url, timeout=10).read()
+        return b""
+
+    login = Login(_tunnel(sshd))
+    with serving(_Hello) as there:
+        url = login.forward("127.0.0.1", int(there.rpartition(":")[2]))
+        assert url != there
+        assert asked() == b"hello"
+        assert sshd.drop()
+        wait_for(lambda: asked() == b"hello", 20)
+    assert asked() == b"", "nobody listens there"
+    login.ssh.close()
 
 
 def test_the_users_configuration_of_ssh_counts(sshd):
