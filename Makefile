@@ -47,10 +47,10 @@ check: $(STAMP)                ## format, lint, types
 docs: $(STAMP)                 ## the site, in site/; a dead link or anchor fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# Side by side, each process with a Ray of its own; one of the three is for the hosts, which wait more
-# than they work. A fourth one made each test twice as slow on two processors, and all 5 % faster.
+# Side by side, each process with a Ray of its own. The folders that one process runs alone come first:
+# hosts and Slurm wait more than they work.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder --durations 30 $(addprefix tests/,hosts slurm ray examples cloud patches unit)
+	$(BIN)/python -m pytest -n 4 --no-loadscope-reorder --durations 30 $(addprefix tests/,hosts slurm examples ray cloud patches unit)
 
 soak: $(STAMP) $(TORCH)        ## long loops and second ways; SEED=… repeats one
 	$(BIN)/python -m pytest -m soak --timeout 7200 -s

@@ -55,8 +55,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _T = TypeVar("_T")
 
 
-#: Folders whose tests share something that takes long to start: a set of hosts with a Ray on them.
-_ONCE = {"hosts"}
+#: Folders whose tests share what takes long to start: hosts with a Ray, a Slurm, an embedded Ray.
+_ONCE = {"hosts", "slurm", "examples"}
 
 
 @pytest.hookimpl(hookwrapper=True)

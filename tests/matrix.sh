@@ -16,7 +16,7 @@ interpreter() {
 }
 
 # NEMO_RUN_WHEEL is a NeMo-Run that no registry has yet: its main, say. ROWS and TESTS choose
-# some only.
+# some only, and WORKERS how many processes share them.
 for row in ${ROWS:-3.10:lowest-direct 3.13:highest ${NEMO_RUN_WHEEL:+3.12:wheel}}; do
     python=${row%%:*} resolution=${row##*:}
     venv=.venv-$python-$resolution
@@ -33,6 +33,6 @@ for row in ${ROWS:-3.10:lowest-direct 3.13:highest ${NEMO_RUN_WHEEL:+3.12:wheel}
     # Of tests/cloud those that need no job on DGX Cloud, which NeMo-Run 0.9 cannot start from here.
     cloud="tests/cloud/test_encode.py tests/cloud/test_source.py tests/cloud/test_servers.py"
     # shellcheck disable=SC2086  # several words each
-    "$venv/bin/python" -m pytest -n 2 --no-loadscope-reorder \
+    "$venv/bin/python" -m pytest -n "${WORKERS:-2}" --no-loadscope-reorder \
         ${TESTS:-tests/unit tests/patches $cloud}
 done
