@@ -58,9 +58,17 @@ def states(home: Path) -> list[dict]:
 
 
 def test_a_race_starts_one_and_the_last_living_one_stops_it(home_of_its_own):
+    """In the place of one that has died, whose last user is still there."""
+    late = user()
+    old = url_of(late)
+    (dead,) = states(home_of_its_own)
+    os.kill(dead["pid"], signal.SIGKILL)
+    wait_for(lambda: not lives(dead["pid"]))
+
     first, second, killed = user(), user(), user()
     urls = {url_of(first), url_of(second), url_of(killed)}
     assert len(urls) == 1
+    assert old not in urls
     port = httpx.URL(*urls).port
     listeners = [one.laddr for one in psutil.net_connections("tcp") if one.status == "LISTEN"]
     assert {ip for ip, used in listeners if used == port} == {"127.0.0.1"}
@@ -69,6 +77,8 @@ def test_a_race_starts_one_and_the_last_living_one_stops_it(home_of_its_own):
 
     leave(killed, is_killed=True)  # from now on it is no user
     leave(first)
+    leave(late)
+    assert len(states(home_of_its_own)) == 1, "who used the dead one must not stop the new one"
     assert lives(state["pid"])
     assert httpx.get(urls.pop() + "/api/version").status_code in (200, 401)
     family = psutil.Process(state["pid"]).children(recursive=True)
@@ -77,26 +87,9 @@ def test_a_race_starts_one_and_the_last_living_one_stops_it(home_of_its_own):
     assert states(home_of_its_own) == []
     assert not lives(state["pid"])
     assert [process for process in family if lives(process.pid)] == []
-    wait_for(lambda: not Path(state["root"]).exists())
-    assert marked(state["root"]) == []
-
-
-def test_a_dead_one_is_replaced_and_its_rest_removed(home_of_its_own):
-    first = user()
-    old = url_of(first)
-    (state,) = states(home_of_its_own)
-    os.kill(state["pid"], signal.SIGKILL)
-    wait_for(lambda: not lives(state["pid"]))
-
-    second = user()
-    assert url_of(second) != old
-    leave(first)
-    assert len(states(home_of_its_own)) == 1, "who used the dead one must not stop the new one"
-    leave(second)
-
-    assert states(home_of_its_own) == []
-    assert marked(state["root"]) == []
-    wait_for(lambda: not Path(state["root"]).exists())
+    for root in (dead["root"], state["root"]):
+        wait_for(lambda root=root: not Path(root).exists())
+        assert marked(root) == []
 
 
 def lives(pid: int) -> bool:
