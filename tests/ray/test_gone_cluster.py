@@ -66,15 +66,15 @@ def page_of(name: str, path: Path) -> str:
 
 
 def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path):
-    executor = RayExecutor(cluster=own)
+    executor, retried = RayExecutor(cluster=own), RayExecutor(cluster=own, retries=1)
     running, ended = f"{unique}r", f"{unique}e"
     with run.Experiment(running, skip_status_at_exit=True) as experiment:
         script = run.Script(inline="echo here; sleep 3; echo there; sleep 1000")
-        experiment.add(script, executor=executor, name="job")
+        experiment.add(script, executor=retried, name="job")
         experiment.run(detach=True)
+    dispatcher = f"{experiment._id}.dispatcher"
     with run.Experiment(ended, skip_status_at_exit=True) as experiment:
         first = experiment.add(run.Script(inline="sleep 2"), executor=executor, name="first")
-        retried = RayExecutor(cluster=own, retries=1)
         script = run.Script(inline="sleep 1; exit 3")
         experiment.add(script, executor=retried, name="fails", dependencies=[first])
         experiment.run()
@@ -93,12 +93,6 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     (job,) = status(running)
     assert job["state"] == "RUNNING"
 
-    title = f"{unique}c"
-    with run.Experiment(title, skip_status_at_exit=True) as experiment:
-        script = run.Script(inline="sleep 1000")
-        experiment.add(script, executor=RayExecutor(cluster=own, retries=1), name="job")
-        experiment.run(detach=True)
-    dispatcher = f"{experiment._id}.dispatcher"
     wait_for(lambda: processes_where(lambda _, words: dispatcher in words), 60)
     api = JobsApi.of(own.find())
     kill(own)
