@@ -172,7 +172,7 @@ def _heir(folder: Path) -> None:
             return
         if time.monotonic() > deadline:
             sys.exit(f"still {status} after {END_S / 2} s")
-        time.sleep(0.5)
+        time.sleep(1.5)
 
 
 def _check(report: dict, url: str, folder: Path, title: str, ran: Path) -> None:
