@@ -40,23 +40,32 @@ def test_a_partial_and_its_results(start, isolation):
     assert lines_of(log, 5) == ["trained 2 with 3"]
 
 
-def test_tasks_of_any_kind_are_elements_with_names_of_their_own(start):
+def test_tasks_of_any_kind_are_elements_with_names_of_their_own(start, tmp_path):
+    """One of them leaves a process, which ends with it, and one writes without end."""
+    leaves = f"(setsid sleep 1000 & echo $! > {tmp_path}/pid); sleep 0.2"
+    writes = "head -c 6000000 /dev/zero | tr '\\0' '\\n' | sed s/^/long-line-of-output/"
     tasks = {
         "good": run.Script(inline='echo "$WORD"', env={"WORD": "a word"}),
         "bad": run.Script(inline="echo broken; exit 5"),
         "function": run.Partial(array_tasks.train, seed=7),
+        "leaves": run.Script(inline=leaves),
+        "writes": run.Script(inline=writes),
     }
-    job = start(array(list(tasks.values()), names=list(tasks)))
+    job = start(array(list(tasks.values()), names=list(tasks)), grace_s=1)
 
     state, _, log = finish(job)
 
     assert state == "FAILED", log
     assert lines_of(log, 0) == ["a word"]
     assert job.results()[2]["fields"] == {"seed": 7, "width": 0}
+    assert "4| nemo_run_ray: no more of its output is passed on" in log
+    assert len(log) < 40 * 2**20, "it does not fill the log"
     table = tool("nemo-run-ray", "status", job.id).stdout
     assert "element 1: bad: exit code 5: broken" in table
     shown = tool("nemo-run-ray", "status", job.id, "--elements", "succeeded").stdout
-    assert [line.split()[-1] for line in shown.splitlines()[1:]] == ["task=good", "task=function"]
+    names = [line.split()[-1] for line in shown.splitlines()[1:]]
+    assert names == ["task=good", "task=function", "task=leaves", "task=writes"]
+    wait_for(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())), 30)
 
 
 def test_what_fails_is_tried_again_and_told(start, tmp_path):
@@ -122,28 +131,6 @@ def test_a_cancel_ends_what_runs_and_what_hides(start, tmp_path):
     wait_for(lambda: not processes_of(job.id), 30)
     log = "".join(job.log())
     assert "cancelled; no process of it is left" in log
-
-
-def test_what_an_element_leaves_is_ended_with_it(start, tmp_path):
-    program = f"(setsid sleep 1000 & echo $! > {tmp_path}/$NEMO_RUN_ARRAY_INDEX); sleep 0.2"
-    job = start(array(run.Script(inline=program), over={"env.X": range(3)}), grace_s=1)
-
-    state, _, log = finish(job)
-
-    assert state == "SUCCEEDED", log
-    pids = [int((tmp_path / str(index)).read_text()) for index in range(3)]
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 30)
-
-
-def test_an_element_that_writes_without_end_does_not_fill_the_log(start):
-    program = "head -c 6000000 /dev/zero | tr '\\0' '\\n' | sed s/^/long-line-of-output/"
-    job = start(array(run.Script(inline=program), over={"env.X": range(1)}))
-
-    state, _, log = finish(job)
-
-    assert state == "SUCCEEDED"
-    assert "0| nemo_run_ray: no more of its output is passed on" in log
-    assert len(log) < 40 * 2**20
 
 
 def test_a_configuration_that_cannot_be_imported_ends_the_array(start):

@@ -133,6 +133,7 @@ def test_every_role_has_its_own_secrets_code_and_environment(
     assert value not in json.dumps(job.api().job(job.id))
 
 
+@pytest.mark.soak  # tests/hosts/test_ray_program.py has a task that is one
 def test_a_role_that_is_a_ray_program(existing, unique, tmp_path):
     (tmp_path / "shipped.py").write_text("def double(number):\n    return 2 * number\n")
     (tmp_path / "program.py").write_text(

@@ -55,7 +55,7 @@ def test_a_progress_bar_arrives_while_the_job_runs(start):
     job = start(
         "import time, sys\n"
         "for i in range(8):\n"
-        "    sys.stdout.write(f'{i}/8\\r'); sys.stdout.flush(); time.sleep(1)\n"
+        "    sys.stdout.write(f'{i}/8\\r'); sys.stdout.flush(); time.sleep(0.6)\n"
     )
 
     arrivals = {}
