@@ -526,7 +526,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check that a cluster can be reached and used. Exit code 1 when something is broken."""
-    from nemo_run_ray.cluster_files.check import look
+    from nemo_run_ray.cluster_files.check import check
 
     if [name, cluster, address].count(None) < 2:
         raise ConfigError("Give one of a cluster file's name, --cluster and --address.")
@@ -534,7 +534,7 @@ def doctor(
     found: Cluster = kinds.LocalCluster() if address is None else ExistingCluster(url=address)
     if file := name or cluster:
         document, found = _load(file)
-    rows = look(dashboard_of(found), document)
+    rows = list(check(inspect(dashboard_of(found)), document))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:

@@ -1,7 +1,6 @@
 """Whether a cluster fits what is to run on it, known before anything is sent; a first cluster file.
 
-``look`` asks the cluster and ``check`` says what the answers mean. Looking changes nothing. What
-the cluster does not tell is "unknown", never "ok".
+What the cluster does not tell is "unknown", never "ok".
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from pathlib import Path
 
 from nemo_run_ray.cluster_files.load import Document
 from nemo_run_ray.cluster_files.resolve import values_of
-from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.dashboard.jobs import Inspection, inspect
+from nemo_run_ray.dashboard.jobs import Inspection
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.plan.roles import SELECTORS_SINCE, amounts_of
@@ -63,28 +61,19 @@ class CheckRow:
     next_step: str = ""
 
 
-def look(
-    dashboard: Dashboard,
-    document: Document | None = None,
-    asks: Mapping[str, ResourceRequest] | None = None,
-) -> list[CheckRow]:
-    """Look at a cluster, within 10 s, and say of each thing whether it fits.
-
-    Args:
-        dashboard: of the cluster.
-        document: its cluster file, if it has one.
-        asks: before a start, what one replica of each task asks for, by a name for people; then
-            pools do not matter.
-    """
-    return list(check(inspect(dashboard), document, asks))
-
-
 def check(
     look: Inspection,
     document: Document | None = None,
     asks: Mapping[str, ResourceRequest] | None = None,
 ) -> Iterator[CheckRow]:
-    """The rows about one look; a pure function. See ``look``."""
+    """Say of each thing that was seen of a cluster whether it fits; a pure function.
+
+    Args:
+        look: at the cluster.
+        document: its cluster file, if it has one.
+        asks: before a start, what one replica of each task asks for, by a name for people; then
+            pools do not matter.
+    """
     document = document or Document(Path(), {})
     file, nodes = document.file, look.nodes
     preflight = file.preflight

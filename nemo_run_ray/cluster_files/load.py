@@ -311,25 +311,25 @@ def variables_of(document: Document) -> tuple[dict[str, str], list[str]]:
         ConfigError: a required variable is not set.
     """
     env, secrets = document.file.env, list(document.file.secrets)
-    names = list(env.required)
+    needed = [*env.required, *secrets]
+    forwarded: list[str] = []
     for pattern in env.forward:
-        names += sorted(fnmatch.filter(os.environ, pattern)) or [pattern]
-    values = {name: value_of(name, env.value_from.get(name, ())) for name in [*names, *secrets]}
-    missing = [name for name in [*env.required, *secrets] if values[name] is None]
+        forwarded += sorted(fnmatch.filter(os.environ, pattern)) or [pattern]
+    clear, missing = {}, []
+    for name in [*needed, *forwarded]:
+        places = env.value_from.get(name, ())
+        value = value_of(name, places)
+        if value is None:
+            missing += [name] if name in needed else []
+        elif any(map(is_credential_name, [name, *places])):
+            secrets.append(name)
+        elif name not in secrets:
+            clear[name] = value
     if missing:
         raise ConfigError(
             f"{document.path} requires variables that are not set in this environment: "
-            f"{', '.join(missing)}. Set them; nothing was sent."
+            f"{', '.join(dict.fromkeys(missing))}. Set them; nothing was sent."
         )
-    clear: dict[str, str] = {}
-    for name in names:
-        value = values[name]
-        if value is None:
-            continue
-        if any(map(is_credential_name, [name, *env.value_from.get(name, ())])):
-            secrets.append(name)
-        else:
-            clear[name] = value
     return {**clear, **env.set}, list(dict.fromkeys(secrets))
 
 

@@ -17,7 +17,7 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray.clusters import Cluster, from_record
-from nemo_run_ray.dashboard.jobs import JobsApi
+from nemo_run_ray.dashboard.jobs import JobsApi, inspect
 from nemo_run_ray.errors import (
     ConfigError,
     DoesNotFit,
@@ -239,13 +239,13 @@ class Batch:
         if not any(executor.preflight for executor in resolved):
             return ""
         # Imported when they are needed, for their libraries.
-        from nemo_run_ray.cluster_files.check import CheckState, look
+        from nemo_run_ray.cluster_files.check import CheckState, check
         from nemo_run_ray.cluster_files.load import load
 
         asks = {k: v for plan in self.plans.values() for k, v in requests_of(plan).items()}
         lines: dict[str, CheckState] = {}
         for name in dict.fromkeys(executor.resolved_from for executor in resolved):
-            for row in look(self._api.dashboard, load(name) if name else None, asks):
+            for row in check(inspect(self._api.dashboard), load(name) if name else None, asks):
                 lines[f"{row.check}: {row.message} {row.next_step}".rstrip()] = row.state
         for line, state in lines.items():
             if state in (CheckState.WARNING, CheckState.UNKNOWN):

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.cli.main import checks_table
-from nemo_run_ray.cluster_files.check import look
+from nemo_run_ray.cluster_files.check import check
 from nemo_run_ray.cluster_files.load import Document, load
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.clusters import Dashboard
+from nemo_run_ray.dashboard.jobs import inspect
 from tests import rooms
 from tests.http_server import Handler, serving
 from tests.rooms import GIB, FakeNode
@@ -87,7 +88,7 @@ CASES: dict[str, dict] = {
 def printed(url: str) -> str:
     """What the doctor prints, with an address of the same length for every server."""
     began = time.monotonic()
-    rows = look(Dashboard(url, {"Authorization": "Bearer wrong"}), FILE)
+    rows = list(check(inspect(Dashboard(url, {"Authorization": "Bearer wrong"})), FILE))
     assert time.monotonic() - began < 10
     text = io.StringIO()
     Console(file=text, width=100).print(checks_table(rows))
