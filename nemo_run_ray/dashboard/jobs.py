@@ -358,13 +358,13 @@ class Inspection:
     """One look at a cluster. What it does not say is ``None``, or empty."""
 
     url: str
-    #: Why it cannot be asked at all, or refuses the credentials.
+    #: Reasons for which it cannot be asked at all, or refuses the credentials.
     unreachable: str = ""
     unauthorised: str = ""
     #: The versions of its Ray, and of the Python on its head.
     version: str = ""
     python: str = ""
-    #: How many it knows, and how many of these are pending or running.
+    #: Number of its jobs, and of those that are pending or running.
     jobs: tuple[int, int] | None = None
     nodes: tuple[Node, ...] | None = None
 

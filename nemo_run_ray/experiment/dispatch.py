@@ -130,7 +130,7 @@ class DispatchStatus:
     attempts: Mapping[str, Mapping[int, Attempt]]
     #: Attempts of the dispatcher, or of the job without one, by number.
     dispatcher: Mapping[int, Attempt]
-    #: Why the cluster does not have the dispatch any more; empty as long as it has.
+    #: Reason for which the cluster has it no more; empty as long as it has.
     lost: str = ""
 
     @property

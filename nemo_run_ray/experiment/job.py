@@ -16,6 +16,7 @@ import secrets
 import shlex
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -150,11 +151,11 @@ class Element:
     #: One of ``STATES``. ``running`` ones have a host, where they may wait for a slot; ``lost``
     #: ones were not over when their job ended.
     state: str
-    #: How often it was given to a host.
+    #: Number of times that it was given to a host.
     attempts: int
     #: Of the last attempt that has ended; ``None`` before that.
     exit_code: int | None
-    #: Why it failed, in words.
+    #: Cause of its failure, in words.
     reason: str
     #: Its own, by field, where the experiment's folder has them.
     values: Mapping[str, Any]
@@ -164,12 +165,12 @@ class RemoteJob:
     """One job on a cluster: what ``nemo_run_ray.find`` gives."""
 
     def __init__(self, record: JobRecord) -> None:
-        #: What the experiment's ledger knows of it.
+        #: Its record in the experiment's ledger.
         self.record = record
         #: Its submission id; of a job that is tried again, that of its first attempt.
         self.id = first_id(record.submission_id)
         self.cluster = from_record(record.cluster)
-        #: What the experiment's folder keeps of it.
+        #: Its files in the experiment's folder.
         self.kept = Kept(record.exp_dir, self.id, record.log_copy)
         #: The client has submitted it, without a dispatcher; it has one attempt.
         self.is_direct = not record.dispatcher or record.is_dispatcher
@@ -850,13 +851,13 @@ def why_waiting(
     which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
     text = f"It asks for {ask}; {which} has {free_text(ask, node)}"
     programs = {row["job_id"]: name for name, row in rows.items() if row.get("job_id")}
-    held: dict[str, dict[str, float]] = {}  # the amounts of what it finds too little of
+    #: By holder, the amounts of what it finds too little of.
+    held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for holding in room.holdings.get(node.node_id, ()):
-        owner = holding.submission_id or programs.get(holding.job_id)
+        program = programs.get(holding.job_id, f"the Ray program {holding.job_id}")
         for name in scarce(ask, node):
             if holding.resources.get(name):
-                amounts = held.setdefault(owner or f"the Ray program {holding.job_id}", {})
-                amounts[name] = amounts.get(name, 0.0) + holding.resources[name]
+                held[holding.submission_id or program][name] += holding.resources[name]
     largest = sorted(held, key=lambda name: (-sum(held[name].values()), name))
     if held:
         shown = [f"{name} ({amounts_text(held[name])})" for name in largest[:_HOLDERS_MAX]]

@@ -101,7 +101,7 @@ class JobRecord:
     is_dispatcher: bool = False
     has_roles: bool = False
     is_array: bool = False
-    #: Which job of its experiment it is, from 0, in the order in which they were added.
+    #: Its number in the experiment, from 0, in the order in which jobs were added.
     place: int = 0
     grace_s: float = 10.0
     #: The parts of its request to Ray that say what it asks for; empty of a group.
@@ -116,7 +116,7 @@ class JobRecord:
     last: str = INTENT
     #: Its status, once a client has written down its end.
     terminal: JobStatus | None = None
-    #: What was seen of its attempts, by submission id.
+    #: Its attempts as they were last seen, by submission id.
     attempts: Mapping[str, AttemptRecord] = field(default_factory=dict)
     #: Its log could not be copied, and is not tried again.
     is_log_given_up: bool = False
