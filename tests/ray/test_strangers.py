@@ -7,6 +7,7 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from nemo_run_ray import RayExecutor, find
+from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.experiment.dispatch import tend
@@ -64,6 +65,7 @@ def test_a_strangers_job_that_waits_for_ever_stays_as_it_is(existing, unique, ap
 def test_ray_is_woken_for_ours_and_not_for_theirs(unique, api, ours, theirs, monkeypatch):
     """Both jobs look as if they were older than the head."""
     monkeypatch.setattr(StateApi, "head_since", lambda _: time.time())
+    monkeypatch.setattr(jobs, "_WAKE_AGAIN_S", 0.0)
     before = api.table(fresh=True)[theirs]
     known = set(api.table(fresh=True))
     sent = []
