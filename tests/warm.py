@@ -117,14 +117,14 @@ def _command(words: list[str]) -> object:
 
 
 def _program(words: list[str]) -> None:
+    main = types.ModuleType("__main__")
     if words[1] == "-c":
         text, path, folder = words[2], "<string>", ""
         sys.argv = ["-c", *words[3:]]
     else:
-        path = words[1]
+        path = main.__file__ = words[1]
         text, folder = Path(path).read_text(encoding="utf-8"), str(Path(path).parent)
         sys.argv = words[1:]
     sys.path.insert(0, folder)
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__file__ = path
+    sys.modules["__main__"] = main
     exec(compile(text, path, "exec"), vars(main))

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from nemo_run_ray.remote.status import Reason
-from tests.conftest import ROOT, python, tool, wait_for
+from tests import warm
+from tests.conftest import ROOT, tool, wait_for
 from tests.hosts.conftest import TOKEN, bed
 from tests.hosts.detached_client import STEPS
 from tests.hosts.steps import complaints, starts
@@ -71,7 +72,7 @@ def test_a_chain_completes_without_its_client(hosts, unique, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert all(step.name in page.read_text() for step in STEPS)
 
-        seen = python("-c", STATUS, exp_dir.name, env=env, cwd=str(ROOT))
+        seen = warm.python("-c", STATUS, exp_dir.name, env=env, cwd=str(ROOT))
         assert seen.returncode == 0, seen.stdout + seen.stderr
         states = json.loads(seen.stdout.splitlines()[-1])
         assert {name for name, state in states.items() if state == "SUCCEEDED"} == {

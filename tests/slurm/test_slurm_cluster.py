@@ -26,7 +26,7 @@ from nemo_run_ray.clusters.slurm import allocations as allocations_module
 from nemo_run_ray.clusters.slurm import cluster as cluster_module
 from nemo_run_ray.errors import ClusterError
 from tests import warm
-from tests.conftest import ROOT, tool, wait_for
+from tests.conftest import ROOT, python, tool, wait_for
 from tests.slurm.conftest import BIN, PYTHON, Slurm, processes_with
 from tests.slurm.sshd import Sshd, running
 
@@ -495,11 +495,12 @@ _CHAIN = """
 import sys
 import nemo_run as run
 from nemo_run_ray import RayExecutor, SlurmCluster
-slurm = run.SlurmExecutor(account="root", nodes=2, time="00:05:00", setup_lines=sys.argv[2],
-                          tunnel=run.LocalTunnel(job_dir=sys.argv[1]))
+is_alone = sys.argv[4] == "alone"
+slurm = run.SlurmExecutor(account="root", nodes=1 if is_alone else 2, time="00:05:00",
+                          setup_lines=sys.argv[2], tunnel=run.LocalTunnel(job_dir=sys.argv[1]))
 sys.path.append(sys.argv[3])
 from sandboxes_on_slurm import sandbox
-own = {"idle_timeout_s": 15} if sys.argv[4] == "alone" else {}
+own = {"idle_timeout_s": 10} if is_alone else {}
 cluster = SlurmCluster(executor=slurm, name="sandboxes", sidecars=[sandbox()], **own)
 with run.Experiment("chain", executor=RayExecutor(cluster=cluster)) as experiment:
     first = experiment.add(run.Script(inline="echo first; sleep 1"), name="first")
@@ -520,25 +521,26 @@ def test_a_real_ray_with_a_chain(allocations, tmp_path, example):
     setup = f"export PATH={Path(sys.executable).parent}:$PATH"
     examples = ROOT / "examples"
 
-    def done(*words: str) -> str:
-        found = subprocess.run(
-            [*words], env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path
-        )
-        assert found.returncode == 0, found.stdout + found.stderr
-        return found.stdout
+    def succeeded(done: subprocess.CompletedProcess) -> str:
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     job_dir = str(allocations.folder)
     users = "with the example" if example else "alone"
-    done(sys.executable, "-c", _CHAIN, job_dir, setup, str(examples), users)
+    words = ["-c", _CHAIN, job_dir, setup, str(examples), users]
+    succeeded(warm.python(*words, env=env, cwd=str(tmp_path)))
     if example:
         words = ["--account", "root", "--job-dir", job_dir, "--nodes", "2", "--setup", setup]
-        told = done(sys.executable, str(examples / "sandboxes_on_slurm.py"), *words)
+        program = str(examples / "sandboxes_on_slurm.py")
+        told = succeeded(python(program, *words, env=env, cwd=tmp_path, timeout=240))
         assert sorted(re.findall(r"n[12]: (\d) of 4 solutions pass", told)) == ["2", "3"]
     wait_for(lambda: not allocations.jobs(), 120)
     assert len(list(allocations.life(name="sandboxes").parent.iterdir())) == 1
 
-    command = str(Path(sys.executable).parent / "nemo-run-ray")
-    rows = json.loads(done(command, "status", "--json", "chain"))
+    def look(*words: str) -> str:
+        return succeeded(tool("nemo-run-ray", *words, env=env, cwd=tmp_path))
+
+    rows = json.loads(look("status", "--json", "chain"))
     states = {row["job"]: (row["state"], row["reason"]) for row in rows}
     assert states == {"first": ("SUCCEEDED", ""), "second": ("FAILED", "exit code")}
-    assert done(command, "logs", "chain", "--job", "second") == "second on n1\n"
+    assert look("logs", "chain", "--job", "second") == "second on n1\n"
