@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: The class of each kind, which is imported when it is used.
 _KINDS = {"existing": "ExistingCluster", "local": "LocalCluster", "slurm": "SlurmCluster"}
+#: Where Ray, and so this package, looks for a user's token.
+TOKEN_PLACES = "RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
 interrupted = threading.Event()
@@ -38,17 +40,15 @@ class ClusterArchive:
 
     Every kind of cluster keeps the same folder of it: ``reason``, Ray's job table in ``jobs.json``
     and the logs of jobs in ``logs/``.
-
-    Attributes:
-        reason: why it is gone, as the end of a sentence.
-        rows: its job table at the end; empty if that was not kept.
-        log: returns the log of a job on this machine, by submission id; ``None`` without one.
-        continues: its dispatches continue in an allocation that is not up yet.
     """
 
+    #: Why it is gone, as the end of a sentence.
     reason: str = ""
+    #: Its job table at the end; empty if that was not kept.
     rows: JobRows = field(default_factory=dict)
+    #: The log of a job on this machine, by submission id; ``None`` without one.
     log: Callable[[str], Path | None] = lambda _: None
+    #: Its dispatches continue in an allocation that is not up yet.
     continues: bool = False
 
     @property
@@ -59,29 +59,21 @@ class ClusterArchive:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """The way to one Ray dashboard. It holds credentials and is never written anywhere.
+    """The way to one Ray dashboard. It holds credentials and is never written anywhere."""
 
-    Attributes:
-        url: base of all requests, without a slash at its end; may have a path prefix.
-        headers: sent with every request, the token among them.
-        verify: check the server's certificate, or the path of a file with the CA to trust.
-        credentials_step: what to do when the credentials are refused; empty where they come from
-            where Ray itself looks for a token.
-        why_dead: says in sentences why it can never answer again; empty while it may. The
-            process that started Ray knows when it has ended, and no client need wait for it.
-        earlier: jobs of allocations before this Ray, which continue in it.
-        token_at: where a user finds the token that the page asks for.
-    """
-
+    #: Base of all requests, without a slash at its end; may have a path prefix.
     url: str
+    #: Sent with every request, the token among them.
     headers: dict[str, str] = field(default_factory=dict, repr=False)
+    #: Check the server's certificate, or the path of a file with the CA to trust.
     verify: bool | str = True
-    credentials_step: str = field(default="", compare=False)
+    #: Says in sentences why it can never answer again; empty while it may. The process that started
+    #: Ray knows when it has ended, and no client need wait for it.
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
+    #: Jobs of allocations before this Ray, which continue in it.
     earlier: ClusterArchive = field(default=ClusterArchive(), repr=False, compare=False)
-    token_at: str = field(
-        default="RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token", compare=False
-    )
+    #: Where a user finds, and corrects, the token that is sent.
+    token_at: str = field(default=TOKEN_PLACES, compare=False)
 
     @property
     def is_loopback(self) -> bool:
@@ -124,8 +116,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
     def archive(self, session: str = "") -> ClusterArchive | None:
         """The archive of a Ray that is gone; ``None`` for one that lives or is not known here.
 
-        Args:
-            session: Ray's name of it; empty for the last one, unless it was stopped.
+        An empty session is the last one, unless it was stopped.
         """
         return None
 
@@ -138,11 +129,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
     ) -> None:
         """Keep what a dispatch needs to continue in the next allocation, if there may be one.
 
-        Args:
-            dispatcher: id of its dispatcher.
-            ids: of its jobs.
-            body: of the request that starts the dispatcher, with the id of its first attempt.
-            archives: gives those that the request and the jobs use, by name.
+        ``body`` starts its first dispatcher; ``archives`` gives those of the request and the jobs.
 
         Raises:
             ClusterError: it cannot be kept.

@@ -6,13 +6,12 @@ import hashlib
 import os
 import re
 import warnings
-from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from nemo_run_ray.clusters.base import Cluster, Dashboard
+from nemo_run_ray.clusters.base import TOKEN_PLACES, Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import CONTROL, is_credential_name, strict_init
 
@@ -94,21 +93,25 @@ class ExistingCluster(Cluster):
         return self.url
 
     def connect(self) -> Dashboard:
-        headers, step, names = {}, "", ""
-        for name, value in self.headers.items():
-            headers[name] = _VARIABLE.sub(partial(_variable, name), value)
-            _check_header(name, headers[name])
-            if name.lower() == "authorization":
-                names = ", ".join(_VARIABLE.findall(value))
-                step = f"Correct the variable {names} of your environment."
+        headers: dict[str, str] = {}
+        token_at = TOKEN_PLACES if self.token is None else "the token= of your program"
         token = self._token()
-        if token is not None and not step:
+        if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        dashboard = Dashboard(self.url, headers, self.verify, step)
-        if names:
-            dashboard = replace(dashboard, token_at=f"the variable {names}")
-        elif self.token is not None:
-            dashboard = replace(dashboard, token_at="the token= of your program")
+        for name, value in self.headers.items():
+            variables = _VARIABLE.findall(value)
+            missing = [variable for variable in variables if variable not in os.environ]
+            if missing:
+                raise ConfigError(
+                    f"ExistingCluster.headers[{name!r}] needs the environment variable "
+                    f"{missing[0]}, which is not set; set it and run again."
+                )
+            if name.lower() == "authorization":
+                headers.pop("Authorization", None)
+                token_at = f"the variable {', '.join(variables)}"
+            headers[name] = _VARIABLE.sub(lambda match: os.environ[match[1]], value)
+            _check_header(name, headers[name])
+        dashboard = Dashboard(self.url, headers, self.verify, token_at=token_at)
         sent = [name for name in headers if is_credential_name(name)]
         if sent and self.url.startswith("http://") and not dashboard.is_loopback:
             _warn_once(
@@ -140,10 +143,7 @@ class ExistingCluster(Cluster):
             ) from error
         if not token:
             return None
-        places = (
-            "Ray's token of this user (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
-        )
-        token = _checked(token, places)
+        token = _checked(token, f"Ray's token of this user ({TOKEN_PLACES})")
         # That of another cluster is not for this one.
         return token if self.token in (None, _fingerprint(token)) else None
 
@@ -217,13 +217,3 @@ def _warn_once(url: str, text: str) -> None:
     if url not in _warned:
         _warned.add(url)
         warnings.warn(text, UserWarning, stacklevel=2)
-
-
-def _variable(header: str, match: re.Match[str]) -> str:
-    name = match.group(1)
-    if name not in os.environ:
-        raise ConfigError(
-            f"ExistingCluster.headers[{header!r}] needs the environment variable {name}, which is "
-            "not set; set it and run again."
-        )
-    return os.environ[name]

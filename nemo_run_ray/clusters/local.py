@@ -10,7 +10,7 @@ All processes of the user meet in one folder::
         archive/<session>/   the archive of one that is gone
             reason           why, as the end of a sentence
             jobs.json        its job table, if its last user stopped it
-            logs/            ray.log and job-driver-<id>.log of each job, if it died
+            logs/            ray.log and job-driver-<id>.log of each job
 
 A state file is believed only when the process that it names has the identity that it says. The last
 process to leave stops the cluster, unless it is kept or a job still runs.
@@ -25,7 +25,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
@@ -73,15 +72,16 @@ from nemo_run_ray.remote.status import is_active
 RAY_FOLDER = "r"
 #: File in the folder of a cluster that this package has made: no other one is removed.
 MARKER = ".nemo_run_ray"
-#: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder.
-_TEMP_ROOT_MAX_BYTES = 107 - 75
+#: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder, which
+#: has 14 in that of temporary files.
+_TEMP_MAX_BYTES = 107 - 75 - 14
 #: Ray's variable for how often it builds a runtime environment. Each time starts from nothing and
 #: takes 20 s for ``pip``, which itself repeats what the network drops; Ray's default is three.
 _TRIES = "RUNTIME_ENV_RETRY_TIMES"
 #: Variables of a cluster in which this program may run itself.
 _OF_ANOTHER = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"}
 _OF_ANOTHER |= {DASHBOARD, LIFE, RUN, ENDS_AT, LASTS_S, RENEWS}
-_START_LIMIT_S, _STOP_LIMIT_S, _LOCK_LIMIT_S = 120.0, 20.0, 180.0
+_START_LIMIT_S, _STOP_LIMIT_S = 120.0, 20.0
 #: A raylet gives its agents 15 s to start, whatever its options are (Ray 2.60), and on a busy
 #: machine they may need longer: a start that fails after more seconds than these is tried again.
 _SLOW_S, _STARTS = 10.0, 3
@@ -93,11 +93,6 @@ _SILENT_S = 1.0
 _ARCHIVES, _LOG_BYTES = 20, 64 * 1024**2
 #: Lines of the log of `ray start` that a message shows, and their length.
 _LINES_SHOWN, _LINE_MAX = 6, 300
-#: Lines in which `ray start` says how to use what it has started, or repeats information and
-#: warnings that its processes had logged.
-_CHATTER = re.compile(
-    r"\s(INFO|SUCC) \w+\.py:\d+ -- |\[state-dump\]|\[\d{4}-\d\d-\d\d [\d:,.]+ [IW] \d"
-)
 _WATCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from remote.local_watch import main; main(*sys.argv[2:4], float(sys.argv[4]))"
@@ -122,8 +117,6 @@ class LocalState:
     gcs: str = ""
     size: list[int | None] = field(default_factory=lambda: [None, None])
     keep: bool = False
-    #: A run was detached: it outlives its last user, until it is idle.
-    detached: bool = False
     users: list[list[Any]] = field(default_factory=list)
 
     @property
@@ -190,16 +183,6 @@ class LocalCluster(Cluster):
     def record(self) -> dict[str, Any]:
         return {"kind": self.kind, "state_dir": str(self._path)}
 
-    def detach(self) -> None:
-        with self._locked():
-            state = self._read()
-            if state is not None and not state.keep and not state.detached:
-                state.detached = True
-                self._write(state)
-                CONSOLE.log(
-                    "The embedded Ray stays up for it, and stops when it has been idle for a while."
-                )
-
     def driver_environment(self) -> dict[str, str]:
         """The variables by which a Ray program on this machine finds it, while it runs.
 
@@ -218,7 +201,7 @@ class LocalCluster(Cluster):
 
     def stop_unused(self) -> None:
         """Stop it, unless somebody uses it, keeps it or runs a job on it."""
-        self._leave(os.getpid(), is_idle=True)
+        self._leave(os.getpid())
 
     @property
     def _path(self) -> Path:
@@ -249,13 +232,12 @@ class LocalCluster(Cluster):
     def _start(self, tries: int = _STARTS) -> LocalState:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
         began = time.monotonic()
-        for folder in (tempfile.gettempdir(), "/tmp"):
-            root = tempfile.mkdtemp(prefix="nray-", dir=folder)  # 0700, whatever Ray makes inside
-            if len(os.fsencode(root)) <= _TEMP_ROOT_MAX_BYTES:
-                break
-            os.rmdir(root)
+        folder = tempfile.gettempdir()
+        if len(os.fsencode(folder)) > _TEMP_MAX_BYTES:
+            folder = "/tmp"
+        root = tempfile.mkdtemp(prefix="nray-", dir=folder)  # 0700, whatever Ray makes inside
         Path(root, MARKER).touch()
-        port, dashboard_port, client_port = _free_ports(3)
+        port, dashboard_port, client_port = _free_ports()[:3]
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             *(f"--port={port}", f"--dashboard-port={dashboard_port}"),
@@ -272,7 +254,7 @@ class LocalCluster(Cluster):
         try:
             # This is written first: if this client dies here, the next one finds what to remove.
             self._write(state)
-            with self._usable(), open(self._log, "wb") as output:
+            with open(self._log, "wb") as output:
                 process = subprocess.Popen(
                     command,
                     env=self._environment(root),
@@ -341,28 +323,17 @@ class LocalCluster(Cluster):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder alone, among all processes.
-
-        Raises:
-            ConfigError: the folder cannot be made or written to.
-            ClusterError: another process has held it for ``_LOCK_LIMIT_S``.
-        """
+        """Hold the folder alone, among all processes."""
         from filelock import FileLock, Timeout
 
-        lock = FileLock(self._path / "lock", timeout=_LOCK_LIMIT_S)
+        lock = FileLock(self._path / "lock")
         with self._usable():
             self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
                 lock.acquire(timeout=_SILENT_S)
             except Timeout:
                 CONSOLE.log("Another process is starting or stopping the embedded Ray; waiting …")
-                try:
-                    lock.acquire()
-                except Timeout as error:
-                    raise ClusterError(
-                        f"Another process has been starting or stopping the embedded Ray for "
-                        f"{_LOCK_LIMIT_S:.0f} s (lock {lock.lock_file}); end it or wait for it."
-                    ) from error
+                lock.acquire()
         try:
             yield
         finally:
@@ -405,8 +376,6 @@ class LocalCluster(Cluster):
             **env,
             **self._credentials,
             "RAY_USAGE_STATS_ENABLED": "0",
-            "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
-            "NEMO_RUN_RAY_TMPDIR": os.environ.get("TMPDIR", ""),
             EMBEDDED: root,
         }
 
@@ -444,12 +413,7 @@ class LocalCluster(Cluster):
         self._write(state)
 
     def _stop(self, state: LocalState, jobs: list[Any] | None = None) -> None:
-        """End the cluster's processes and archive its logs. The lock is held.
-
-        Args:
-            state: of the cluster.
-            jobs: its job table.
-        """
+        """End the cluster's processes and archive its logs and job table. The lock is held."""
         family, has_died = {}, not state.is_alive
         if not has_died:
             # Those that changed their title have lost the environment that marks them.
@@ -482,16 +446,14 @@ class LocalCluster(Cluster):
         """Archive a cluster whose processes have ended, before its folder is removed."""
         archives = self._path / "archive"
         for session in Path(state.root).glob(f"{RAY_FOLDER}/session_2*"):
-            folder, reason = (
-                archives / session.name,
-                "the embedded Ray that had it has been stopped",
-            )
+            folder = archives / session.name
             logs = folder / "logs"
             logs.mkdir(parents=True, exist_ok=True)
+            for path in (*session.glob("logs/job-driver-*.log"), self._log):
+                if path.exists():
+                    copy_end(str(path), str(logs / path.name), _LOG_BYTES)
+            reason = "the embedded Ray that had it has been stopped"
             if has_died:
-                for path in (*session.glob("logs/job-driver-*.log"), self._log):
-                    if path.exists():
-                        copy_end(str(path), str(logs / path.name), _LOG_BYTES)
                 reason = _died(state, logs / self._log.name)
             if jobs is not None:
                 write_file(folder / "jobs.json", json.dumps(jobs))
@@ -500,8 +462,8 @@ class LocalCluster(Cluster):
         for path in by_age[:-_ARCHIVES]:
             shutil.rmtree(path.parent, ignore_errors=True)
 
-    def _leave(self, pid: int, is_idle: bool = False) -> None:
-        """Stop it if nobody else uses it; a detached run keeps it until it is idle."""
+    def _leave(self, pid: int) -> None:
+        """Stop it if nobody else uses it, keeps it or runs a job on it."""
         if pid != os.getpid():
             return  # a forked child runs these exit handlers too
         with self._locked():
@@ -509,7 +471,7 @@ class LocalCluster(Cluster):
             if state is None:
                 return
             state.users = [user for user in state.users if user[0] != pid and is_running(*user)]
-            if not (state.users or state.keep or (state.detached and not is_idle)):
+            if not (state.users or state.keep):
                 try:
                     jobs = self._client(state).table()
                 except Unanswered as error:
@@ -523,8 +485,8 @@ class LocalCluster(Cluster):
             self._write(state)
 
 
-def _free_ports(count: int) -> list[int]:
-    """Free ports of those that the kernel gives to no connection until Ray takes them.
+def _free_ports() -> list[int]:
+    """Some free ports of those that the kernel gives to no connection until Ray takes them.
 
     Ray's workers have the ports from 10002 to 19999.
     """
@@ -533,9 +495,7 @@ def _free_ports(count: int) -> list[int]:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             ports.append(port)
-    if len(ports) < count:
-        raise ClusterError("No port is free on this machine for the embedded Ray.")
-    return ports[:count]
+    return ports
 
 
 def _detached(line: str, *words: str, env: dict[str, str] | None = None) -> None:
@@ -556,10 +516,6 @@ def _died(state: LocalState, its_log: Path) -> str:
 
 def _end_of_log(path: Path) -> str:
     """The last lines that `ray start` printed, with the path of the file."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = [line[:_LINE_MAX] for line in text.splitlines() if line.strip()]
-    shown = [line for line in lines if not _CHATTER.search(line)][-_LINES_SHOWN:]
-    shown = shown or ["(nothing: the machine's out-of-memory killer may have ended it)"]
-    return "\n  ".join([f"Its log {path} ends with:", *shown])
+    return "\n  ".join([f"Its log {path} ends with:", *lines[-_LINES_SHOWN:]])

@@ -242,8 +242,8 @@ class Http:
             return
         sent = any(name.lower() == "authorization" for name in self.dashboard.headers)
         found = "The token that was sent is not its token" if sent else "No token was sent"
-        step = self.dashboard.credentials_step or (
-            "Set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, write ~/.ray/auth_token, or give "
+        step = (
+            f"It is taken from {self.dashboard.token_at}: correct it there, or give "
             "ExistingCluster(url, token=…)."
         )
         raise Unauthorised(

@@ -6,7 +6,6 @@ line of JSON for each element with a value for each target (``remote/array/eleme
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import itertools
@@ -32,6 +31,7 @@ from nemo_run_ray.executor import RayExecutor, check_guard
 from nemo_run_ray.fields import Allowed, refuse_credentials
 from nemo_run_ray.plan.roles import (
     ARRAY,
+    OF_MAIN,
     argv_of,
     has_torchrun,
     one_process,
@@ -39,7 +39,6 @@ from nemo_run_ray.plan.roles import (
     variable,
 )
 from nemo_run_ray.remote.array.elements_file import ENV, ENVS, FIELD, NAME, TASK, WORD, WORDS
-from nemo_run_ray.remote.node.command import modules_in
 from nemo_run_ray.remote.spec import ArraySpec
 
 #: Limits of all elements' values together, and of one element's.
@@ -272,11 +271,7 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
     else:
         targets = [(NAME,), (TASK,), (ENVS,)]
         templates = _with_commands(path, executor)
-    modules: set[str] = set()
-    for template in filter(None, templates):
-        with contextlib.suppress(ValueError):  # an element says what is wrong with its template
-            modules.update(modules_in(template))
-    if "__main__" in modules:
+    if any(map(OF_MAIN.search, filter(None, templates))):
         check_guard()
     host = one_process(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
     if executor.cpus_per_node is None:

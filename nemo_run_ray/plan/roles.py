@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
 import os
@@ -36,6 +37,8 @@ CODE_DIR = "NEMO_RUN_CODE_DIR"
 ROLE_MAX = 48
 #: First version of Ray that knows the label selector of a job; an older one answers it with 400.
 SELECTORS_SINCE = (2, 54)
+#: In a configuration as Fiddle writes it: what the script that the user runs has defined.
+OF_MAIN = re.compile(r'"module":\s*"__main__"')
 _ROLE = re.compile(rf"[A-Za-z0-9_.-]{{1,{ROLE_MAX}}}")
 _SPREADS = ("SPREAD", "STRICT_SPREAD")
 
@@ -69,13 +72,11 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     refuse_credentials(f"The env of the task {role_name(role, executor)}", role.env)
     argv = argv_of(role, executor)
     if _RUNNER in argv and argv[-1].startswith(_CONFIGS):
-        from nemo_run_ray.remote.node.command import modules_of  # scripts do without it
-
         path = Path(executor.job_dir, "configs", argv[-1].removeprefix(_CONFIGS))
-        modules: set[str] = set()
+        config = b""
         with contextlib.suppress(OSError, ValueError, zlib.error):  # NeMo-Run writes it otherwise
-            modules.update(modules_of(path.read_text(encoding="ascii")))
-        if "__main__" in modules:
+            config = zlib.decompress(base64.urlsafe_b64decode(path.read_bytes()))
+        if OF_MAIN.search(config.decode()):
             check_guard()
     has_code = _code_packager(executor) is not None
     # A container does not have the caller's folder.

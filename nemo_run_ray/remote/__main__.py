@@ -21,7 +21,6 @@ from .spec import ArraySpec, GroupSpec, from_json
 
 
 def main(argv: list[str]) -> int:
-    command.restore_tmpdir()
     kind, *words = argv
     if kind == "cancel-elements":
         from .array.cancel_request import run as cancel_elements

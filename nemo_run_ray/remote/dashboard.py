@@ -46,10 +46,6 @@ class Unanswered(Exception):
     """The dashboard gave no usable answer; the same request may be answered later."""
 
 
-class UnknownAnswer(Unanswered):
-    """The dashboard answers, in a form that this package does not know."""
-
-
 class RequestRefused(Exception):
     """Ray refuses the request; asking again changes nothing."""
 
@@ -74,10 +70,7 @@ def ray_token() -> str:
 class DashboardClient:
     """One dashboard. Redirects are not followed, and nothing is asked through a proxy.
 
-    Args:
-        url: its address, with the path prefix of a proxy.
-        token: called for each request, since a token may be renewed.
-        timeout_s: seconds from the beginning of a request to the end of its answer.
+    The token is asked for at each request, since it may be renewed.
     """
 
     def __init__(
@@ -98,19 +91,11 @@ class DashboardClient:
         return [row for row in rows if row["state"] == "ALIVE"]
 
     def rows(self) -> list[JobRow]:
-        """The rows of the job table that are of submitted jobs.
-
-        Raises:
-            Unanswered: it cannot be read.
-        """
+        """The rows of the job table that are of submitted jobs."""
         return job_rows(self.table())
 
     def table(self) -> list[dict[str, Any]]:
-        """The job table as Ray gives it, also with programs that were not submitted as jobs.
-
-        Raises:
-            Unanswered: it cannot be read.
-        """
+        """The job table as Ray gives it, also with programs that were not submitted as jobs."""
         table: list[dict[str, Any]] = self._read("/api/jobs/", list[dict[str, Any]])
         return table
 
@@ -158,7 +143,7 @@ class DashboardClient:
         except (ValueError, RecursionError) as error:
             raise Unanswered(f"the answer of {self.url} cannot be read: {error}") from error
         if not fits(answer, kind):
-            raise UnknownAnswer(f"the answer of {self.url} to {path} is not Ray's")
+            raise Unanswered(f"the answer of {self.url} to {path} is not Ray's")
         return answer
 
     def _check(self, status: int, what: str, text: bytes) -> None:
@@ -173,34 +158,33 @@ class DashboardClient:
         parts = urlsplit(self.url)
         is_safe = parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self._timeout_s)
         deadline = time.monotonic() + self._timeout_s
+        # The time limit of a socket begins anew with every byte.
+        timer = threading.Timer(self._timeout_s, _cut, [connection])
+        timer.daemon = True
+        timer.start()
         try:
-            connection = kind(parts.hostname or "", parts.port, timeout=self._timeout_s)
-            # The time limit of a socket begins anew with every byte.
-            timer = threading.Timer(self._timeout_s, _cut, [connection])
-            timer.daemon = True
-            timer.start()
-            try:
-                connection.request(method, parts.path + path, data, headers)
-                answer = connection.getresponse()
-                content = bytearray()
-                # A single read would allocate the size limit at once on Python 3.9.
-                while len(content) <= ANSWER_MAX_BYTES and (piece := answer.read(_PIECE_BYTES)):
-                    content += piece
-            finally:
-                timer.cancel()
-                connection.close()
+            connection.request(method, parts.path + path, data, headers)
+            answer = connection.getresponse()
+            content = bytearray()
+            # A single read would allocate the size limit at once on Python 3.9.
+            while len(content) <= ANSWER_MAX_BYTES and (piece := answer.read(_PIECE_BYTES)):
+                content += piece
             if len(content) > ANSWER_MAX_BYTES:
                 raise ValueError(f"the answer has more than {ANSWER_MAX_BYTES / 1024**2:.0f} MiB")
             if answer.length or time.monotonic() >= deadline:
                 raise http.client.IncompleteRead(bytes(content), answer.length)
             return answer.status, bytes(content)
-        except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             is_late = time.monotonic() >= deadline
             cause = f"timed out after {self._timeout_s:g} s" if is_late else str(error)
             raise Unanswered(
                 f"{self.url} cannot be reached: {cause or type(error).__name__}"
             ) from error
+        finally:
+            timer.cancel()
+            connection.close()
 
 
 def _cut(connection: http.client.HTTPConnection) -> None:
@@ -211,35 +195,19 @@ def _cut(connection: http.client.HTTPConnection) -> None:
 def candidates(given: Sequence[str]) -> Iterator[str]:
     """Addresses at which the dashboard of this job's cluster may be, the likeliest first.
 
-    Args:
-        given: as the client knows it: its port is the dashboard's unless a tunnel or a proxy is
-            between them, and then Ray itself is asked.
+    The port that the client knows is the dashboard's unless a tunnel or a proxy is between them;
+    then Ray itself is asked.
     """
-    known = own_dashboard()
-    if known:
-        # The token of this cluster is shown to no other that may listen at a port.
-        yield known
-        return
     head = os.environ.get("RAY_ADDRESS", "127.0.0.1:").rpartition(":")[0]
     ports = [*filter(None, (urlsplit(url).port for url in given)), 8265]
     yield from dict.fromkeys(
         f"http://{host}:{port}" for port in ports for host in (head, "127.0.0.1")
     )
     yield from given
-    for python in ("python3", "python"):  # one that has ray; this takes a second or two
-        with suppress(OSError, subprocess.SubprocessError, IndexError):
-            words = [python, "-c", _ASK_RAY]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-            yield done.stdout.strip().splitlines()[-1]
-            return
-
-
-def own_dashboard() -> str:
-    """The dashboard's address where whoever started this Ray has set it; empty elsewhere.
-
-    An embedded Ray that a job has started inherits the variable of the cluster around it.
-    """
-    return "" if os.environ.get(EMBEDDED) else os.environ.get(DASHBOARD, "")
+    with suppress(OSError, subprocess.SubprocessError):  # this takes a second or two
+        words = ["python3", "-c", _ASK_RAY]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+        yield done.stdout.strip().rpartition("\n")[2]
 
 
 def log_query(node: str, submission_id: str, lines: int) -> dict[str, str]:

@@ -18,7 +18,6 @@ Ray's job table counts. Where it is wrong (Ray 2.54 to 2.60) the proven record d
 from __future__ import annotations
 
 import json
-import math
 import signal
 import time
 from contextlib import suppress
@@ -31,32 +30,28 @@ _START_ERROR = "JOB_ENTRYPOINT_COMMAND_START_ERROR"
 _ERRORS = {"JOB_SUPERVISOR_ACTOR_START_FAILURE", "JOB_SUPERVISOR_ACTOR_DIED", _START_ERROR}
 #: The call of Ray's supervisor that writes a state: not before the command has ended.
 RECORDS = "_job_info_client.put_status("
-#: Seconds until a node or a log without an answer is asked again, twice as long each time.
-_AGAIN_S, _AGAIN_MAX_S = 5.0, 3600.0
+#: Seconds until a node that does not answer, or a log without an end, is asked again.
+_AGAIN_S = 15.0
 #: Requests without a result get a tenth of the time: a look must not wait for every node of a rack
 #: that is cut off.
 _PART = 0.1
 
 
 class EndRecord(NamedTuple):
-    """The end of a command.
+    """The end of a command."""
 
-    Attributes:
-        code: its exit code.
-        cause: name of a ``Reason``; empty if the command's own end is not known.
-        text: the same for people.
-        began_at: seconds since the epoch, when its job began on the node.
-        ended_at: the same of its end.
-        left_on: texts that say where processes may remain; ``None`` if that is not known.
-        proof: of the code, see ``proof_of``; empty in a record that nothing proves.
-    """
-
+    #: Exit code.
     code: int
+    #: Name of a ``Reason``; empty if the command's own end is not known.
     cause: str
+    #: The same for people.
     text: str
+    #: Seconds since the epoch, when its job began on the node.
     began_at: float = 0.0
     ended_at: float = 0.0
+    #: Where processes may remain; ``None`` if that is not known.
     left_on: Optional[Tuple[str, ...]] = ()
+    #: See ``proof_of``; empty in a record that nothing proves.
     proof: str = ""
 
     def line(self, nonce: str) -> str:
@@ -75,13 +70,7 @@ def end_mark(nonce: str) -> str:
 def record_in(
     lines: Iterable[str], nonces: Iterable[str] = ("",), lock: Optional[str] = None
 ) -> Optional[EndRecord]:
-    """The last record in the lines of a log.
-
-    Args:
-        lines: these.
-        nonces: of the submissions that may have written it; any submission if none is given.
-        lock: of the key that must have proven it.
-    """
+    """The last record in the lines of a log, by one of these submissions and with this lock."""
     marks, found = tuple(map(end_mark, nonces)), None
     for line in lines:
         if line.startswith(marks):
@@ -131,10 +120,8 @@ def _hashed(text: str, times: int) -> str:
 class LostEnds:
     """Restores the rows of one job table.
 
-    Args:
-        log_end: gives the last ``LINES`` lines of a job's log, by its node's id and the job's;
-            ``None`` when they cannot be had.
-        clock: in seconds.
+    ``log_end`` gives the last ``LINES`` lines of a job's log, by its node's id and the job's;
+    ``None`` when they cannot be had.
     """
 
     def __init__(
@@ -145,8 +132,8 @@ class LostEnds:
         self._log_end = log_end
         self._clock = clock
         self._ends: Dict[str, Dict[str, Any]] = {}  # by job and time of its end
-        self._pauses: Dict[str, Tuple[float, float]] = {}  # of a node or a job: until, how long
-        self._next_at = -math.inf  # for all requests
+        self._again_at: Dict[str, float] = {}  # of a node or a job
+        self._next_at = 0.0  # for all requests
 
     def restored(self, row: JobRow) -> JobRow:
         """The row with the end that the job's log proves; the row itself when it proves none.
@@ -156,7 +143,6 @@ class LostEnds:
         error = row.get("error_type")
         if (
             error not in _ERRORS
-            or row.get("status") != "FAILED"
             or row.get("driver_exit_code") is not None
             or not row.get("driver_node_id")
             or not lock_of_row(row)
@@ -167,17 +153,15 @@ class LostEnds:
         key = f"{name} {row.get('end_time')}"
         if key not in self._ends:
             asked_at = self._clock()
-            pauses = [self._pauses.get(about, (-math.inf, _AGAIN_S / 2)) for about in (name, node)]
-            if asked_at < max(self._next_at, *(until for until, _ in pauses)):
+            own = (self._again_at.get(about, 0.0) for about in (name, node))
+            if asked_at < max(self._next_at, *own):
                 return row
             text = self._log_end(node, name)
             end = None if text is None else _end(row, text)
             if end is None:
                 now = self._clock()
                 self._next_at = now + (now - asked_at) / _PART
-                about, (_, pause_s) = (node, pauses[1]) if text is None else (name, pauses[0])
-                pause_s = min(2 * pause_s, _AGAIN_MAX_S)
-                self._pauses[about] = now + pause_s, pause_s
+                self._again_at[node if text is None else name] = now + _AGAIN_S
                 return row
             self._ends[key] = end
         restored: JobRow = {**row, **self._ends[key]}  # type: ignore[typeddict-item]

@@ -47,7 +47,8 @@ def main(argv: "list[str]") -> int:
 
         return run(argv)
     for python in (sys.executable, _python_of_ray(), "python3", "python"):
-        if python and _serves(python, "ray" if needs_ray else "sys"):
+        test = [python, "-I", "-c", _TEST, "ray" if needs_ray else "sys"]
+        if python and os.spawnvp(os.P_WAIT, python, test) == 0:
             os.execvp(python, [python, "-I", "-c", _PROGRAM, *argv])
     having = " that has ray" if needs_ray else ""
     print(
@@ -58,25 +59,15 @@ def main(argv: "list[str]") -> int:
     return 127
 
 
-def _serves(python: str, module: str) -> bool:
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            os.execvp(python, [python, "-I", "-c", _TEST, module])
-        finally:  # it is not there
-            os._exit(127)
-    return os.waitpid(child, 0)[1] == 0
-
-
 def _python_of_ray() -> str:
     """The interpreter in the first line of the ``ray`` command, if there is one."""
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
-        path = os.path.join(folder, "ray")
-        if os.path.isfile(path) and os.access(path, os.X_OK):
-            with open(path, "rb") as file:
+        try:
+            with open(os.path.join(folder, "ray"), "rb") as file:
                 first = file.readline(1024)
-            return os.fsdecode(first[2:].strip()) if first.startswith(b"#!") else ""
+        except OSError:
+            continue
+        return os.fsdecode(first[2:].strip()) if first.startswith(b"#!") else ""
     return ""
 
 

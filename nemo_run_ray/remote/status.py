@@ -225,27 +225,22 @@ _FRAME = re.compile(
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The status of a job at one moment.
-
-    Attributes:
-        state: where it is.
-        reason: why, ``Reason.NONE`` while nothing is wrong.
-        detail: one paragraph for people.
-        node: hexadecimal id of Ray's node that runs its driver; empty when it has none.
-        attempt: number of the attempt that it tells of, from 1; 0 before the first.
-        waits_for: names of the jobs that must succeed before it is started.
-        tail: the last lines of its log, where Ray has them.
-        job: its id, for the next step; empty on the cluster, which shows none.
-        experiment: that of its experiment, likewise.
-    """
+    """The status of a job at one moment."""
 
     state: JobState
+    #: ``Reason.NONE`` while nothing is wrong.
     reason: Reason = Reason.NONE
+    #: One paragraph for people.
     detail: str = ""
+    #: Hexadecimal id of Ray's node that runs its driver; empty when it has none.
     node: str = ""
+    #: From 1; 0 before the first.
     attempt: int = 1
+    #: Names of the jobs that must succeed before it is started.
     waits_for: tuple[str, ...] = ()
+    #: The last lines of its log, where Ray has them.
     tail: str = ""
+    #: For the next step, its id and that of its experiment; empty on the cluster.
     job: str = field(default="", compare=False)
     experiment: str = field(default="", compare=False)
 
@@ -298,8 +293,8 @@ def _of_start(text: str) -> Reason:
 def status_of_row(row: JobRow) -> JobStatus:
     """The status of a job by its row of Ray's job table; a pure function."""
     state = state_of_row(row)
-    node = str(row.get("driver_node_id") or "")
-    message = str(row.get("message") or "").strip()
+    node = row.get("driver_node_id") or ""
+    message = (row.get("message") or "").strip()
     if state is JobState.CANCELLED:
         return JobStatus(state, Reason.CANCELLED, "cancelled", node)
     if state is JobState.UNKNOWN:
@@ -382,17 +377,9 @@ _HINTS = (
 
 #: Ray's message about a job for which no worker came up.
 _NO_WORKER = "worker startup repeatedly failed"
-#: Lines that name the cause, the most telling first, and what is added.
-_LONGER = "; raise `setup_timeout_seconds` in its `config`"
-_ENV_CAUSES = (
-    (r"(Failed to install runtime_env within the timeout of .+ seconds)", _LONGER),
-    (r"^(?:\w+\.)*(TimeoutError)$", _LONGER),
-    (r"^ERROR: (.*)", ""),  # of pip
-    (
-        r"^FileNotFoundError: .*No such file or directory: '(podman)'$",
-        " is not on the PATH of that node's Ray; an image needs it",
-    ),
-    (r"stderr=(.*)$", ""),  # of podman
+#: Lines of Ray, pip and podman that name the cause.
+_CAUSE = re.compile(
+    r"(Failed to install .* within the timeout of .* seconds)|^ERROR: (.*)|stderr=(.*)$"
 )
 #: The last line of a traceback, but for Ray's own.
 _RAISED = re.compile(
@@ -412,13 +399,16 @@ def cause_of(text: str) -> str:
     It is one line of Ray's message or log; the end of the text when no line of it is known.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for pattern, addition in _ENV_CAUSES:
-        for match in filter(None, (re.search(pattern, line) for line in reversed(lines))):
-            return match[1] + addition
     begins = [number for number, line in enumerate(lines, 1) if _OUTPUT.search(line)]
     printed = lines[begins[-1] :] if begins else []
+    named = list(filter(None, map(_CAUSE.search, lines)))
     raised = [line for line in lines if _RAISED.search(line)]
-    return raised[-1] if raised and not printed else " / ".join((printed or lines)[-3:])
+    if named:
+        cause = named[-1][named[-1].lastindex or 0]
+    else:
+        cause = raised[-1] if raised and not printed else " / ".join((printed or lines)[-3:])
+    is_late = cause.endswith(("TimeoutError", "seconds"))
+    return f"{cause}; raise `setup_timeout_seconds` in its `config`" if is_late else cause
 
 
 # ---------------------------------------------------------------- attempts
@@ -457,25 +447,17 @@ class JobExit(IntEnum):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One row of the job table, as far as decisions need it.
-
-    Attributes:
-        status: what the row says.
-        nonce: of the submission that made it.
-        posted_at: seconds since the epoch, when Ray got it.
-        ended_at: the same of its end; 0 while it goes on.
-        exit_code: of its command.
-        claim: why it is a claim and no attempt; empty for an attempt.
-        retries: further attempts that its own experiment gives it.
-        permanent_exit_codes: that end its attempts.
-    """
+    """One row of the job table, as far as decisions need it. Times are seconds since the epoch."""
 
     status: JobStatus
     nonce: str = ""
     posted_at: float = 0.0
+    #: 0 before its end.
     ended_at: float = 0.0
     exit_code: int | None = None
+    #: Why it is a claim and no attempt; empty for an attempt.
     claim: str = ""
+    #: Further attempts that its own experiment gives it.
     retries: int = 0
     permanent_exit_codes: tuple[int, ...] = ()
 
@@ -517,21 +499,17 @@ def attempts_of(ids: Iterable[str], table: Mapping[str, Attempt]) -> dict[str, d
 def attempt_of_row(row: JobRow) -> Attempt:
     """The attempt, or claim, of a row of ``GET /api/jobs/``."""
     metadata = row.get("metadata") or {}
+    codes = metadata.get(PERMANENT_KEY, "")
     return Attempt(
         status=status_of_row(row),
         nonce=nonce_of(row),
         posted_at=(row.get("start_time") or 0) / 1000,
         ended_at=(row.get("end_time") or 0) / 1000,
         exit_code=row.get("driver_exit_code"),
-        claim=str(metadata.get(CLAIM_KEY, "")),
-        retries=next(iter(_numbers(metadata.get(RETRIES_KEY, ""))), 0),
-        permanent_exit_codes=_numbers(metadata.get(PERMANENT_KEY, "")),
+        claim=metadata.get(CLAIM_KEY, ""),
+        retries=int(metadata.get(RETRIES_KEY, 0)),
+        permanent_exit_codes=tuple(map(int, codes.split(","))) if codes else (),
     )
-
-
-def _numbers(text: Any) -> tuple[int, ...]:
-    """The numbers of ``1,2``, which another program may have written."""
-    return tuple(map(int, re.findall(r"[0-9]{1,9}", str(text))))
 
 
 def claim_body(submission_id: str, nonce: str, why: str) -> dict[str, Any]:

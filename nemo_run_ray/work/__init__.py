@@ -21,7 +21,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 from rich.console import Console
@@ -78,7 +78,8 @@ class Pool:
     def __init__(self, joined: Connection) -> None:
         self._connection = joined
         self._queues: dict[str, TaskQueue] = {}
-        self._functions: dict[bytes, Function] = {}
+        # Equal functions share what was measured.
+        self._functions = lru_cache(FUNCTIONS_MAX)(Function)
         self._lock = threading.Lock()
         self._is_closed = False
         atexit.register(self.close)  # before Ray's own end: what is registered last is called first
@@ -181,11 +182,7 @@ class Pool:
         return result
 
     def executor(self, **reserved: Any) -> PoolExecutor:
-        """An executor as ``concurrent.futures`` has them.
-
-        Args:
-            reserved: what one worker reserves, as in ``map``.
-        """
+        """An executor as ``concurrent.futures`` has them, for workers as in ``map``."""
         return PoolExecutor(self._function, self._queue(reserved))
 
     def _queue(self, reserved: Mapping[str, Any]) -> TaskQueue:
@@ -199,15 +196,11 @@ class Pool:
             return self._queues[key]
 
     def _function(self, function: Callable[..., Any]) -> Function:
-        """The function as workers get it; equal ones share what was measured."""
+        """The function as workers get it."""
         name = getattr(function, "__qualname__", None) or type(function).__name__
         if not callable(function):
             raise CannotBeSent(f"{function!r} is not callable; expected is a function of one item.")
-        data = pickle_arguments(f"The function {name}", function)
-        with self._lock:
-            if len(self._functions) >= FUNCTIONS_MAX:
-                self._functions.clear()
-            return self._functions.setdefault(data, Function(name, data))
+        return self._functions(name, pickle_arguments(f"The function {name}", function))
 
 
 def connect(

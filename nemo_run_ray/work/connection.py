@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,25 +22,17 @@ ADDRESS = "RAY_ADDRESS"
 _AUTH_MODE = "RAY_AUTH_MODE"
 #: Seconds in which an address must take a connection.
 _ANSWERS_S = 5.0
-#: Ray gives a GCS up no sooner, in seconds: an earlier SIGTERM is another's.
-_GIVEN_UP_S = 30.0
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 #: A Ray's address with its port.
-_ADDRESS = re.compile(r"(?:ray://)?(?:[^/:\[\]]+|\[[^/\]]+\]):(\d{1,5})")
+_ADDRESS = re.compile(r"(?:ray://)?(?:[^/:\[\]]+|\[[^/\]]+\]):\d{1,5}")
 _lock = threading.Lock()
 #: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
 _has_read_token = False
 
 
 class Connection:
-    """This process's connection to one Ray, which all of its pools share.
-
-    Attributes:
-        ray: the module, connected.
-        address: of the cluster.
-        users: number of open pools.
-    """
+    """This process's connection to one Ray, which all of its pools share."""
 
     def __init__(
         self, address: str | None, num_cpus: int | None, runtime_env: Mapping[str, Any]
@@ -49,7 +40,7 @@ class Connection:
         global _has_read_token
         loaded: Any = sys.modules.get("ray")
         self.ray = loaded
-        self.users = 0
+        self.users = 0  # open pools
         self._pid = os.getpid()
         self._runtime_env: dict[str, Any] = {}
         self._environment: dict[str, str | None] = {}
@@ -91,14 +82,12 @@ class Connection:
             options: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
             if not self.address.startswith("ray://"):
                 options["logging_level"] = logging.WARNING
-            began = time.monotonic()
             try:
                 ray.init(self.address, log_to_driver=False, **options)
             except BaseException as error:
                 self.restore_environment()
-                # Ray sends SIGTERM when no GCS has answered (2.60).
-                is_sigterm = isinstance(error, SystemExit) and error.code == signal.SIGTERM
-                if not is_sigterm or time.monotonic() - began < _GIVEN_UP_S:
+                # Ray sends SIGTERM when no GCS has answered for 30 s (2.60).
+                if not isinstance(error, SystemExit) or error.code != signal.SIGTERM:
                     raise
                 reason = "what listens there has not answered as the GCS of a Ray"
                 raise ConnectionError(reason) from error
@@ -107,18 +96,15 @@ class Connection:
         """Refuse a pool that this connection cannot serve."""
         self.check_process()
         is_client = self.ray.util.client.ray.is_connected()
-        if address not in (None, "", "auto", self.address) and not (
+        is_same = address in (None, "", "auto", self.address) or (
             is_client and str(address).startswith("ray://")
-        ):
+        )
+        if not is_same or (runtime_env and dict(runtime_env) != self._runtime_env):
             raise ConfigError(
-                f"This process is connected to the Ray at {self.address}, and a process has one "
-                f"Ray at a time; {address} was asked for. Close that connection before."
-            )
-        if runtime_env and dict(runtime_env) != self._runtime_env:
-            raise ConfigError(
-                f"This process is connected with runtime_env={self._runtime_env!r}, and has one at "
-                f"a time; asked for is {dict(runtime_env)!r}. Close the other pools before, or "
-                "give it to ray.init() where the program calls that itself."
+                f"This process is connected to the Ray at {self.address} with runtime_env="
+                f"{self._runtime_env!r}, and has one connection at a time; {address} with "
+                f"runtime_env={dict(runtime_env)!r} was asked for. Close the other pools before, "
+                "or give both to ray.init() where the program calls that itself."
             )
 
     @property
@@ -152,12 +138,6 @@ _current: Connection | None = None
 
 def join(address: str | None, num_cpus: int | None, runtime_env: Mapping[str, Any]) -> Connection:
     """This process's connection, made if there is none.
-
-    Args:
-        address: of a cluster; ``None`` and ``"auto"`` are RAY_ADDRESS, and without it the embedded
-            Ray.
-        num_cpus: of an embedded Ray that is started; ``None`` is all of this machine's.
-        runtime_env: Ray's, of the workers.
 
     Raises:
         ConfigError: the address is not one, or this process is connected to another one.
@@ -213,7 +193,7 @@ def _translated(address: str, runtime_env: Mapping[str, Any]) -> Iterator[None]:
             f"The Ray at {address} is version {ray} with Python {python}; this program has "
             f"{own_ray} with Python {own_python}. Both must be the same. Here: {step}"
         ) from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, OverflowError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         environment = f" with runtime_env={runtime_env!r}" if runtime_env else ""
         raise Unreachable(
@@ -233,12 +213,11 @@ def _asked_for(address: str | None) -> str:
         address = os.environ.get(ADDRESS, "").strip()
         if address in ("", "local"):
             return ""
-    found = _ADDRESS.fullmatch(str(address))
-    if found is None or not 0 < int(found[1]) < 2**16:
+    if not _ADDRESS.fullmatch(str(address)):
         raise ConfigError(
             f"The address of a Ray is {address!r}; expected is ip:port of its GCS on a node of the "
-            "cluster, or ray://host:10001 from elsewhere, with a port from 1 to 65535. What begins "
-            "with http:// is a dashboard's, which takes jobs and not calls: a task of RayExecutor "
+            "cluster, or ray://host:10001 from elsewhere. What begins with "
+            "http:// is a dashboard's, which takes jobs and not calls: a task of RayExecutor "
             "is on the cluster, and work.connect() in it needs no address."
         )
     return str(address)

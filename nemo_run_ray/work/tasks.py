@@ -54,9 +54,8 @@ LOSSES_MAX = 3
 FUNCTIONS_MAX = 100
 #: Seconds between two looks at the nodes and at futures that were cancelled, and at time limits.
 _LOOK_S, _STEP_S = 1.0, 0.2
-#: Seconds for which no node is large enough, after which items fail: a node may be joining, and one
-#: that was there may come back.
-_NEVER_S, _NEVER_AGAIN_S = 20.0, 120.0
+#: Seconds for which no node is large enough, after which items fail: one may join, or come back.
+_NEVER_S = 60.0
 #: Seconds for which no task has begun, until the first line about it, and between two.
 _FIRST_TELL_S, _TELL_S = 5.0, 30.0
 #: Seconds after which a batch that takes longer than expected returns the results it has.
@@ -151,22 +150,14 @@ class RemoteTraceback(Exception):
 
 
 class Function:
-    """A function that workers call, and the measured cost of its items.
-
-    Attributes:
-        name: for people.
-        data: the pickled function.
-        stored: the reference of ``data`` in Ray's object store, once there.
-        seconds: of one item; ``None`` until one has ended.
-        result_bytes: of one result.
-    """
+    """A function that workers call, and the measured cost of its items."""
 
     def __init__(self, name: str, data: bytes) -> None:
         self.name = name
-        self.data = data
-        self.stored: Any = None
-        self.seconds: float | None = None
-        self.result_bytes = 0.0
+        self.data = data  # pickled
+        self.stored: Any = None  # the reference of it in Ray's object store, once there
+        self.seconds: float | None = None  # of one item, once one has ended
+        self.result_bytes = 0.0  # of one result
 
     def measured(self, seconds: float, result_bytes: int) -> None:
         """Take the cost of one more item into account."""
@@ -188,25 +179,19 @@ class Function:
 
 @dataclass(eq=False)
 class Item:
-    """One call of a function.
-
-    Attributes:
-        function: what is called.
-        data: its pickled arguments.
-        timeout_s: time limit of the call.
-        retries: further attempts after a failure.
-        is_alone: its task has no other item.
-        future: gets the result, or the last failure.
-        failures: attempts that have failed.
-        losses: attempts that were lost with a node.
-    """
+    """One call of a function."""
 
     function: Function
+    #: Its pickled arguments.
     data: bytes
     timeout_s: float | None = None
+    #: Further attempts after a failure.
     retries: int = 0
+    #: Its task has no other item.
     is_alone: bool = False
+    #: Gets the result, or the last failure.
     future: Future[Any] = field(default_factory=Future)
+    #: Attempts that have failed, and those that were lost with a node.
     failures: int = 0
     losses: int = 0
     _has_begun: bool = False
@@ -225,23 +210,23 @@ class Item:
 
     def take(self, kind: str, data: bytes, text: str) -> BaseException | None:
         """End with the result of a row, or return why it has none."""
-        if kind == RAISED:
-            failure: BaseException = RuntimeError(text.strip().splitlines()[-1])
-            failure.__cause__ = RemoteTraceback(text)
-            with suppress(Exception):  # it has no class here, or cannot be changed
-                error = pickle.loads(data)
-                if isinstance(error, StopIteration) or not isinstance(error, Exception):
-                    # It would stop, or end, what waits for the result.
-                    error = WorkError(f"the function has raised {type(error).__name__}: {error}")
-                error.__cause__, failure = failure.__cause__, error
-            return failure
         if kind == UNPICKLED:
             return CannotBeSent(f"The result of {self.function.name} cannot be sent back: {text}")
+        cause = RemoteTraceback(text) if text else None
         try:
-            self.future.set_result(pickle.loads(data))
-        except Exception as error:  # of a class that this program cannot import
-            self.future.set_exception(error)
-        return None
+            value = pickle.loads(data)
+            if kind == RESULT:
+                self.future.set_result(value)
+                return None
+            if isinstance(value, StopIteration) or not isinstance(value, Exception):
+                # It would stop, or end, what waits for the result.
+                value = WorkError(f"the function has raised {type(value).__name__}: {value}")
+            value.__cause__ = cause
+        except Exception as error:  # it has no class here, or cannot be changed
+            value = RuntimeError(text.strip().splitlines()[-1]) if text else error
+            value.__cause__ = cause
+        failure: BaseException = value
+        return failure
 
     def timed_out(self) -> TimedOut:
         """The failure of a call that took too long."""
@@ -252,17 +237,12 @@ class Item:
 
 @dataclass(eq=False)
 class _RayTask:
-    """A Ray task and the items that it has.
+    """A Ray task and the items that it has."""
 
-    Attributes:
-        ref: what the task yields; of Ray Client the reference of its result.
-        items: of the task.
-        begun_at: when it was first seen to run; of Ray Client when it was sent.
-        node_id: where it runs.
-    """
-
+    #: What the task yields; of Ray Client the reference of its result.
     ref: Any
     items: list[Item]
+    #: When it was first seen to run; of Ray Client when it was sent.
     begun_at: float | None = None
     node_id: str = ""
 
@@ -310,16 +290,12 @@ class TaskQueue:
             self._task = task.options(resources=resources, max_retries=0, **options)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"Ray has no such workers: {error}.") from error
-        if max_workers is not None and not is_whole(max_workers, 1):
-            raise ConfigError(
-                f"max_workers must be greater than 0, and whole; it is {max_workers!r}."
-            )
         amounts = {"CPU": cpus, "GPU": gpus, "memory": memory, **(resources or {})}
         reserved = {name: float(amount) for name, amount in amounts.items() if amount}
-        if not reserved and max_workers is None:
+        if not (is_whole(max_workers, 1) or (max_workers is None and reserved)):
             raise ConfigError(
-                "A worker that reserves nothing needs max_workers: otherwise nothing limits their "
-                "number. Expected is cpus above 0, or max_workers."
+                "max_workers must be greater than 0, and whole; a worker that reserves nothing "
+                f"needs it, since nothing else limits their number. It is {max_workers!r}."
             )
         self._request = fit.ResourceRequest(reserved, label_selector or {})
         self._max_workers = max_workers
@@ -330,10 +306,10 @@ class TaskQueue:
         self._waiting: deque[Item] = deque()
         self._calls: set[_RayTask] = set()
         self._slots = 1
-        self._look_at = self._tell_at = 0.0
-        self._stalled_since: float | None = None  # no task runs
-        self._never_since: float | None = None  # no node is large enough
-        self._never_s = _NEVER_S
+        self._look_at = 0.0
+        # When to say that no task begins, and to fail since no node is large enough.
+        self._tell_at: float | None = None
+        self._never_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="nemo-run-ray-work", daemon=True)
         self._thread.start()
 
@@ -403,7 +379,7 @@ class TaskQueue:
                 with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                     self._look(now)  # else the head does not answer
             else:
-                self._stalled_since = self._never_since = None
+                self._tell_at = self._never_at = None
         for call in [] if self._by_client else list(self._calls):
             if self._has_begun(call) and now >= call.deadline:
                 self._cancel(call)
@@ -448,17 +424,13 @@ class TaskQueue:
                 self._cancel(call)
                 lost = self._ray.exceptions.NodeDiedError("Its node has died.")
                 self._was_lost(call, lost)
-        if self._slots:
-            self._never_since, self._never_s = None, _NEVER_AGAIN_S
-        elif self._never_since is None:
-            self._never_since = now
-        elif now - self._never_since >= self._never_s:
+        if self._slots or self._never_at is None:
+            self._never_at = now + _NEVER_S
+        elif now >= self._never_at:
             reason = fit.why_not(self._request, nodes)
             self._end(self._unended(), WorkerDied(f"No node can have a worker: {reason}."))
-        if any(map(self._has_begun, self._calls)):
-            self._stalled_since = None
-        elif self._stalled_since is None:
-            self._stalled_since, self._tell_at = now, now + _FIRST_TELL_S
+        if self._tell_at is None or any(map(self._has_begun, self._calls)):
+            self._tell_at = now + _FIRST_TELL_S
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
             all_free = self._ray.available_resources()
@@ -523,7 +495,7 @@ class TaskQueue:
             self._was_lost(call, error)
             return
         self._calls.discard(call)
-        self._stalled_since = None
+        self._tell_at = None
         rows = done.result()
         self._waiting.extendleft(reversed(call.items[len(rows) :]))
         for item, (kind, data, text, seconds) in zip(call.items, rows, strict=False):
@@ -588,9 +560,9 @@ def pickle_arguments(what: str, /, *arguments: Any, **named: Any) -> bytes:
         for part in (*arguments, *named.values()):
             with suppress(Exception):  # the search calls the object's own code
                 _, failures = inspect_serializability(part, "it", print_file=io.StringIO())
-                for found in failures:
-                    path = ".".join(map(str, getattr(found, "path", ()) or [found.name]))
-                    culprits.append(f"{path} is of type {type(found.obj).__name__}; ")
+                for one in failures:
+                    path = ".".join(map(str, getattr(one, "path", ()) or [one.name]))
+                    culprits.append(f"{path} is of type {type(one.obj).__name__}; ")
         text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise CannotBeSent(
             f"{what} cannot be sent to a worker: {min(culprits, default='')}{text}. "

@@ -14,12 +14,12 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from typing import Any, List, Sequence, Set, Tuple
 
 from ..files import open_own
-from ..node import command
 from ..node.rundir import RunDir, run_dirs
 from ..node.supervise import ROUND_S, SUPERVISOR_TAG, TAG, is_watchdog, kill, marked
 
@@ -37,7 +37,7 @@ class Notes:
     """
 
     def __init__(self, run_dir: str) -> None:
-        path = _path_in(run_dirs(command.tmpdir()), run_dir)
+        path = _path_in(run_dirs(tempfile.gettempdir()), run_dir)
         self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def add(self, row: Sequence[Any]) -> None:
@@ -80,7 +80,6 @@ def _path_in(folder: str, run_dir: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Sweep, as the module's text says."""
-    command.restore_tmpdir()
     request = json.load(sys.stdin)
     for run_dir in request["forget"]:
         forget(run_dir)

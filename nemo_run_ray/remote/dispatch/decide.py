@@ -88,12 +88,8 @@ def decide(
 ) -> Decision:
     """Decide about the next actions and the status of every job of the dispatch.
 
-    Args:
-        dispatch: the plan; every job comes after those that it depends on.
-        table: the cluster's jobs by submission id, others' jobs among them.
-        now: by the clock of the table's times.
-        node_dead_s: seconds from a node's death until nothing can run on it any more.
-        time_left: of the cluster's allocation; ``None`` where nothing ends it.
+    Every job of it comes after those that it depends on. The table has others' jobs too, and its
+    clock is that of ``now``. Nothing runs on a node ``node_dead_s`` after its death.
     """
     attempts = attempts_of(dispatch.ids, table)
     cancel = table.get(dispatch.cancel_id)
@@ -116,11 +112,10 @@ def decide(
                 ready.append((job, status.attempt + 1))
     in_time: list[_Start] = []
     for job, number in ready:
-        if time_left is None or time_left.has(job.time_s):
+        why = None if time_left is None else time_left.why_not(job.time_s)
+        if why is None:
             in_time.append((job, number))
-            continue
-        why = time_left.why_never(job.time_s)
-        if why:
+        elif why:
             actions.append(Action(Do.CLAIM, job.name, attempt_id(job.id, number), why))
     actions += _submits(dispatch, in_time, attempts, now)
     unfinished = [
@@ -305,19 +300,19 @@ class TimeLeft(NamedTuple):
     lasts_s: float
     renews: bool
 
-    def why_never(self, time_s: float | None) -> str:
-        """The reason for never starting a job that needs so long; empty if there is none."""
-        if time_s is None or time_s <= (self.lasts_s if self.renews else self.left_s):
-            return ""
-        if self.renews:
-            return f"it needs {time_s:g} s, and each allocation lasts {self.lasts_s:.0f} s"
-        return f"it needs {time_s:g} s, and its allocation ends in {max(self.left_s, 0):.0f} s"
+    def why_not(self, time_s: float | None) -> str | None:
+        """Why a job that needs so long is never started; empty if it is in the next allocation.
 
-    def has(self, time_s: float | None) -> bool:
-        """Whether a job that needs so long may begin now."""
-        if self.renews and self.left_s < CLOSING_S:
-            return False  # the next allocation would not know that it has begun
-        return time_s is None or time_s <= self.left_s
+        ``None`` lets it begin now.
+        """
+        needs_s = float("-inf") if time_s is None else time_s
+        if needs_s > (self.lasts_s if self.renews else self.left_s):
+            each = f"each allocation lasts {self.lasts_s:.0f} s"
+            rest = each if self.renews else f"its allocation ends in {max(self.left_s, 0):.0f} s"
+            return f"it needs {time_s:g} s, and {rest}"
+        # At the very end the next allocation would not know that it has begun.
+        is_closing = self.renews and self.left_s < CLOSING_S
+        return "" if is_closing or needs_s > self.left_s else None
 
 
 def time_left(env: Mapping[str, str], now: float) -> TimeLeft | None:

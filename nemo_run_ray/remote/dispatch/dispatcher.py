@@ -18,12 +18,12 @@ from typing import Any, Callable, Mapping
 
 from .. import carried_over
 from ..dashboard import (
+    DASHBOARD,
     EMBEDDED,
     DashboardClient,
     RequestRefused,
     Unanswered,
     candidates,
-    own_dashboard,
 )
 from ..end_record import LostEnds, lock_of, proof_of
 from ..files import LIFE, RUN
@@ -245,14 +245,9 @@ class Dispatcher:
 
 def run(dispatch: DispatchSpec, submission_id: str) -> int:
     """Run the dispatcher's job and return its exit code."""
-    limit, chosen = dispatch.max_in_flight, ""
-    if limit is None:
-        memory = memory_bytes()
-        limit = default_limit(memory)
-        size = f"{HEAD_PART:.0%} of this node's {memory / 2**30:.1f} GiB"
-        chosen = f": {size}, at {SUPERVISOR_BYTES / 1e6:.0f} MB a job"
-        dispatch = dispatch._replace(max_in_flight=limit)
-    say(f"{len(dispatch.jobs)} jobs, at most {limit} at once{chosen}")
+    if dispatch.max_in_flight is None:  # as many as half of the head's memory has room for
+        dispatch = dispatch._replace(max_in_flight=default_limit(memory_bytes()))
+    say(f"{len(dispatch.jobs)} jobs, at most {dispatch.max_in_flight} at once")
     secrets = read_secrets()
     try:
         api = find_dashboard(dispatch)
@@ -270,14 +265,16 @@ def find_dashboard(dispatch: DispatchSpec) -> DashboardClient:
     Raises:
         WrongCluster: only dashboards of other sessions have answered for a while.
     """
+    # Whoever has started this Ray has set its address; an embedded one that a job has started
+    # inherits that of the cluster around it. No other port is shown the token.
+    own = "" if os.environ.get(EMBEDDED) else os.environ.get(DASHBOARD)
     give_up_at = float("inf")
     while time.monotonic() < give_up_at:
-        for url in candidates(dispatch.dashboards):
+        for url in [own] if own else candidates(dispatch.dashboards):
             with suppress(Unanswered):
                 session = DashboardClient(url, timeout_s=5.0).session()
-                # Where Ray has set the address it is this cluster's; and the dispatches of an
-                # allocation continue in the next one, whose Ray has another name.
-                if session == dispatch.session or url == own_dashboard():
+                # A dispatch continues in the next allocation, whose Ray has another name.
+                if own or session == dispatch.session:
                     return DashboardClient(url)
                 give_up_at = min(give_up_at, time.monotonic() + FOREIGN_MAX_S)
         time.sleep(1.0)

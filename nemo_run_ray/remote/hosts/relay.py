@@ -42,9 +42,8 @@ from typing import (
 )
 
 from .. import FOLDER
-from ..node import command
 from ..node.output import CHUNK_BYTES
-from ..node.rundir import RunDir, run_dirs
+from ..node.rundir import RunDir
 from ..node.supervise import (
     ENDING,
     SUPERVISOR_TAG,
@@ -162,7 +161,7 @@ class Relay:
         if last != OVER:
             killed = kill_tagged(self._tag)
             if not self._keeps_run_dir:
-                RunDir(self._run_dir, base=run_dirs(command.tmpdir())).remove()
+                RunDir(self._run_dir).remove()
         if not is_expected:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._keep(json.dumps({"at": "gone", "left": killed}).encode())
@@ -254,7 +253,6 @@ def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], 
     os.setsid()
     for signum in ENDING:  # a stop of the worker closes the socket as well
         signal.signal(signum, signal.SIG_IGN)
-    command.restore_tmpdir()
     channel = socket.socket(fileno=int(number))
     adopt_orphans()
     child = os.fork()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import shutil
 import sys
-import tempfile
-from typing import Mapping, Sequence, Union
+from typing import Mapping, Sequence
 
 from ..spec import JobSpec
 from .output import PREFIX
@@ -20,8 +18,6 @@ _MACROS = re.compile(
     r"\$(NEMO_RUN_(?:HEAD_NODE_IP|NPROC_PER_NODE|NUM_NODES|NODE_RANK|RDZV_PORT"
     r"|HET_GROUP_HOST_\d+))\b"
 )
-#: An embedded Ray's variable with the caller's TMPDIR, empty when he had none set.
-_TMPDIR = "NEMO_RUN_RAY_TMPDIR"
 #: Told when the shell ends before the command: by a failure, or because a startup command exits.
 _FAILED = (
     "nemo_run_ray_failed() { local code=$?; trap - EXIT; "
@@ -37,23 +33,6 @@ _FIND_PYTHON = (
     '[ "${nemo_run_ray_argv[0]}" != python ] || command -v python >/dev/null || '
     "nemo_run_ray_argv[0]="
 )
-
-
-def restore_tmpdir() -> None:
-    """Give jobs of an embedded Ray the caller's TMPDIR: its own is removed when it stops."""
-    given = os.environ.pop(_TMPDIR, None)
-    if given is not None:
-        os.environ.pop("TMPDIR", None)
-        if given:
-            os.environ["TMPDIR"] = given
-
-
-def tmpdir() -> str:
-    """The folder of temporary files of a process that has called ``restore_tmpdir``."""
-    given = os.environ.get(_TMPDIR)
-    if given is None:
-        return tempfile.gettempdir()
-    return given or "/tmp"
 
 
 def environment(
@@ -90,13 +69,9 @@ def expand(word: str, env: Mapping[str, str]) -> str:
 def in_shell(
     argv: Sequence[str], is_login: bool, startup: Sequence[str], python: str | None
 ) -> list[str]:
-    """The words that run a command in bash.
+    """The words that run a command in bash, after startup commands in the same shell.
 
-    Args:
-        argv: of the command.
-        is_login: the shell reads the profile first, as ``bash -l`` does.
-        startup: commands that the same shell runs before, each of which must succeed.
-        python: interpreter asked for, which comes first on ``PATH`` after the profile too.
+    The interpreter comes first on ``PATH``, also after the profile.
     """
     argv = list(argv)
     if argv[0] == "python" and python is not None:
@@ -114,30 +89,3 @@ def in_shell(
     lines += ["trap - EXIT TERM", 'exec -- "${nemo_run_ray_argv[@]}"']
     options = ["-l", "-c"] if is_login else ["-c"]
     return ["bash", *options, "\n".join(lines), "bash", *argv]
-
-
-def modules_of(serialized: str) -> set[str]:
-    """Top-level modules that a serialised task refers to, NeMo-Run's own among them.
-
-    The user's ``__main__`` is one of them too.
-    """
-    import base64
-    import zlib
-
-    return {"nemo_run"} | modules_in(zlib.decompress(base64.urlsafe_b64decode(serialized)))
-
-
-def modules_in(configuration: Union[str, bytes]) -> set[str]:
-    """Top-level modules that a configuration in Fiddle's JSON refers to."""
-    names: set[str] = set()
-    queue = [json.loads(configuration)]
-    while queue:
-        node = queue.pop()
-        if isinstance(node, dict):
-            queue.extend(node.values())
-            module = node.get("module")
-            if isinstance(module, str) and module != "builtins":
-                names.add(module.partition(".")[0])
-        elif isinstance(node, list):
-            queue.extend(node)
-    return names

@@ -31,12 +31,8 @@ _ANSWER_MAX = 2048
 class Probing:
     """The tries of one probe, one after the other, until one succeeds or the time is up.
 
-    Args:
-        spec: the probe.
-        address: of this node, as the other roles know it: a server that listens on 127.0.0.1 alone
-            is not ready for them.
-        ports: the role's.
-        env, cwd: all variables of a command that asks, and its folder.
+    The address is that by which other roles know the node: a server that listens on 127.0.0.1 alone
+    is not ready for them.
     """
 
     def __init__(

@@ -56,12 +56,7 @@ class RunDir:
         self.code = os.path.join(self.mount, "code")
 
     def create(self, jobs: str, job: str, working_dir: str | None) -> None:
-        """Make the directory and fill it.
-
-        Args:
-            jobs: folder ``JOBS`` of the job archive.
-            job: name of the job in it.
-            working_dir: folder of the code as Ray unpacked it, or ``None`` when none was sent.
+        """Make the directory and fill it with a job of the archive, and the code that Ray unpacked.
 
         Raises:
             PermissionError: the base is not a folder of this user.
@@ -130,55 +125,43 @@ def _restore_manifest(code: str) -> None:
 
 
 def links_out(links: Mapping[str, str]) -> list[str]:
-    """The links of a folder that lead out of it, by themselves or through others.
+    """The links of a folder, with their targets, that may lead out of it.
 
-    So do links that lie behind others: where they would be made depends on the order.
-
-    Args:
-        links: the target of each link, by its path in the folder.
+    A link that lies behind another one would be made wherever that leads to; and ``..`` leads back
+    from there, so it is allowed at the beginning of a target alone.
     """
     refused = []
     for name, target in links.items():
-        # A link in another link would be made wherever that leads to.
-        folders = list(accumulate(name.split("/")[:-1], "{}/{}".format))
-        is_out = name != os.path.normpath(name).lstrip("/") or name.startswith("../")
-        is_out = is_out or target.startswith("/") or any(folder in links for folder in folders)
-        here = name.split("/")[:-1]
-        is_behind_link = False
-        for part in target.split("/"):
-            if part == "..":
-                is_out = is_out or not here or is_behind_link
-                here = here[:-1]
-            elif part not in ("", "."):
-                here.append(part)
-                is_behind_link = is_behind_link or "/".join(here) in links
-        refused += [name] if is_out else []
+        folders = accumulate(name.split("/")[:-1], "{}/{}".format)
+        end = os.path.normpath(os.path.join(os.path.dirname(name), target))
+        parts = target.split("/")
+        if (
+            name != os.path.normpath(name)
+            or any(f"{path}/".startswith(("/", "../")) for path in (name, end))
+            or any(folder in links for folder in folders)
+            or parts != sorted(parts, key="..".__ne__)
+        ):
+            refused.append(name)
     return refused
 
 
 def take_key() -> str:
     """Read the key that proves the job's end, and remove the file that brought it.
 
-    The archive with it leaves the job's configuration too: Ray would unpack it, also on other
-    nodes, for workers of a command that is a Ray program.
-
-    Returns:
-        The key; empty when it is not there or stays there, where the command could read it too.
+    The archive with it leaves the job's configuration too: Ray would unpack it for workers of a
+    command that is a Ray program. The key is empty when it is not on this node any more.
     """
     path = archived(KEY)
     if path is None:
         return ""  # of a driver that is started again
     uri = f"gcs://{os.path.basename(os.path.dirname(path))}.zip"
-    with suppress(KeyError, ValueError, TypeError):  # a Ray that says it otherwise
+    with suppress(KeyError, ValueError):  # a Ray that says it otherwise
         config = json.loads(os.environ[JOB_CONFIG])
         config["runtime_env"]["py_modules"].remove(uri)
         os.environ[JOB_CONFIG] = json.dumps(config)
-    try:
-        with open(path, encoding="utf-8") as file:
-            key = file.read()
-        os.remove(path)
-    except OSError:
-        return ""
+    with open(path, encoding="utf-8") as file:
+        key = file.read()
+    os.remove(path)
     return key
 
 

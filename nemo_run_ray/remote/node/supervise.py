@@ -46,11 +46,8 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 def run_supervised(tag: str, nonce: str, key: str, work: Callable[[Runner], int]) -> int:
     """Run ``work`` in a runner process and return its exit code. See the module's text.
 
-    Args:
-        tag: unique text that is in the environment of every process of the command.
-        nonce: the submission's, for the log's last line.
-        key: proves that line; empty if there is none.
-        work: called in the runner; it prepares, calls ``Runner.run`` and cleans up.
+    The tag is unique, and in the environment of every process of the command. The key proves the
+    log's last line; it may be empty.
     """
     end = supervise(tag, work)
     write(end._replace(proof=proof_of(key, end.code) if key else "").line(nonce))
@@ -166,18 +163,7 @@ class Runner:
 class Child:
     """One process that a ``Supervisor`` looks after, started here, and its output.
 
-    Args:
-        argv: its exact words.
-        env: all its variables.
-        cwd: its folder.
-        output: is given its output as it comes, and empty bytes at the end; or a file.
-
-    Attributes:
-        pid: ``None`` when it could not be started.
-        code: its exit code, 128 + n after signal n; ``None`` while it runs.
-        reason: why it could not be started; else empty.
-        ended_at: when it was seen to have ended, by the monotonic clock.
-        fd: to read its output from; ``None`` after the output's end, and where a file takes it.
+    ``output`` is given the output as it comes, and empty bytes at the end; or it is a file.
     """
 
     def __init__(
@@ -188,11 +174,11 @@ class Child:
         output: Union[Callable[[bytes], None], IO[bytes]],
     ) -> None:
         self._output = output
-        self.pid: int | None = None
-        self.code: int | None = None
-        self.reason = ""
+        self.pid: int | None = None  # if it could be started
+        self.code: int | None = None  # once it has ended: 128 + n after signal n
+        self.reason = ""  # why it could not be started
         self.ended_at = time.monotonic()
-        self.fd: int | None = None
+        self.fd: int | None = None  # to read its output from, until the output's end
         try:
             process = subprocess.Popen(
                 list(argv),
@@ -274,14 +260,8 @@ class Supervisor:
     ) -> list[Any]:
         """Wait for something to do, and pass the children's output on.
 
-        Args:
-            reading: what else to wait for.
-            writing: the same, for writing.
-            idle_s: how long to wait while no child ends.
-            takes_output: false while nobody can take more output; the children wait to write then.
-
-        Returns:
-            Those of ``reading`` and ``writing`` that are ready.
+        While nobody can take more output, the children wait to write. What is ready of ``reading``
+        and ``writing`` is returned.
         """
         talking = [child for child in self.children if takes_output and child.fd is not None]
         fds = [*reading, self._wake, *(child.fd for child in talking)]
@@ -296,11 +276,7 @@ class Supervisor:
         return ready + writable
 
     def step(self, grace_s: float) -> bool:
-        """Collect the dead and end what is to end; true when every process has ended.
-
-        Args:
-            grace_s: seconds between SIGTERM and SIGKILL for what the children leave.
-        """
+        """Collect the dead and end what is to end; true when every process has ended."""
         self.reap()
         codes = [child.code for child in self.children]
         if not self.are_ending and (None not in codes or any(codes)) and descendants():

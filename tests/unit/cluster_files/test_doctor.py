@@ -111,7 +111,7 @@ def test_a_token_that_a_file_takes_from_a_variable_names_it(write, monkeypatch):
         write(f"cluster: {{address: '{url}', token_variable: TEAM_TOKEN}}\n")
         done = CliRunner().invoke(cli.build(), ["doctor", "team-a"])
     told = " ".join(done.output.split())
-    assert "Correct the variable TEAM_TOKEN of your environment." in told
+    assert "taken from the variable TEAM_TOKEN: correct it there" in told
     assert "RAY_AUTH_TOKEN" not in told
 
 

@@ -236,7 +236,7 @@ def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path, monkeypatch)
     assert home.archive("") is None
 
 
-def test_of_one_that_was_stopped_the_job_table_is_kept(home, tmp_path):
+def test_of_one_that_was_stopped_the_job_table_and_the_logs_are_kept(home, tmp_path):
     state = _dead(tmp_path)
     process = subprocess.Popen(["sleep", "100"], start_new_session=True)
     state.pid, state.born = process.pid, process_identity(process.pid)
@@ -248,7 +248,7 @@ def test_of_one_that_was_stopped_the_job_table_is_kept(home, tmp_path):
     archive = home.archive(SESSION)
     assert archive.reason == "the embedded Ray that had it has been stopped"
     assert archive.rows["x_1.job"]["status"] == "SUCCEEDED"
-    assert archive.log("x_1.job") is None
+    assert archive.log("x_1.job").read_text() == "its line\n"
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left", "/tmp/x"), Timeout("another lock")])

@@ -24,8 +24,7 @@ class Tasks:
     function = pool.Pool._function
 
     def __init__(self) -> None:
-        self._functions: dict[bytes, Function] = {}
-        self._lock = threading.Lock()
+        self._functions = Function
 
     def submit(self, item: Item) -> None:
         threading.Timer(0.05, self._run, [item]).start()

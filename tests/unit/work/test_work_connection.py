@@ -42,8 +42,6 @@ def test_another_version_is_named_with_the_line_to_install_it(python, step):
         ("ray-head", "expected is ip:port"),
         ("ray://ray-head", "expected is ip:port"),
         ("tcp://ray-head:6379", "expected is ip:port"),
-        ("ray-head:65536", "with a port from 1 to 65535"),
-        ("ray-head:0", "with a port from 1 to 65535"),
         (None, "address of a Ray is 'auto'"),
     ],
 )
@@ -73,7 +71,8 @@ def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379"]
+    "address",
+    ["127.0.0.1:1", "127.0.0.1:65536", "ray://127.0.0.1:1", "no-such-host.invalid:6379"],
 )
 def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     """Ray itself would ask for two minutes, and then end the program."""
@@ -83,13 +82,9 @@ def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     assert "RAY_ADDRESS" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("code", "given_up_s", "expected"),
-    [(15, 0.0, Unreachable), (15, 30.0, SystemExit), (1, 0.0, SystemExit)],
-)
-def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, given_up_s, expected):
-    """What listens is no GCS; a program that others end is ended."""
-    monkeypatch.setattr(connection, "_GIVEN_UP_S", given_up_s)
+@pytest.mark.parametrize(("code", "expected"), [(15, Unreachable), (1, SystemExit)])
+def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, expected):
+    """What listens is no GCS."""
 
     def init(*_, **__):
         raise SystemExit(code)
@@ -133,15 +128,15 @@ class Initialised:
 def test_a_program_keeps_the_ray_that_it_has_connected_to(monkeypatch, variable, submitted):
     monkeypatch.setenv("RAY_ADDRESS", variable)
     monkeypatch.setitem(sys.modules, "ray", Initialised())
-    with pytest.raises(ConfigError, match=r"give it to ray\.init\(\)"):
+    with pytest.raises(ConfigError, match=r"give both to ray\.init\(\)"):
         connection.join(None, None, {"pip": ["x"]})
     joined = connection.join(None, None, {})
     try:
         assert joined.address == "10.0.0.1:6379"
         assert os.environ["RAY_ADDRESS"] == submitted
-        with pytest.raises(ConfigError, match=r"10\.0\.0\.9:6379 was asked for"):
+        with pytest.raises(ConfigError, match=r"10\.0\.0\.9:6379 with .* was asked for"):
             connection.join("10.0.0.9:6379", None, {})
-        with pytest.raises(ConfigError, match=r"is connected with runtime_env=\{\}, and has one"):
+        with pytest.raises(ConfigError, match=r"with runtime_env=\{\}, and has one"):
             connection.join(None, None, {"pip": ["x"]})
     finally:
         connection.leave(joined)

@@ -381,6 +381,15 @@ def test_the_dashboard_of_the_right_session_is_found(serve):
     assert found.session() == SESSION
 
 
+def test_no_other_port_is_shown_the_token_where_the_dashboard_is_known(serve, monkeypatch):
+    own, given = serve(session="session_of_the_next_allocation"), serve()
+    monkeypatch.setenv("NEMO_RUN_RAY_DASHBOARD", own.url)
+    assert find_dashboard(dispatch_of(dashboards=(given.url,))).url == own.url
+    assert given.requests == []
+    monkeypatch.setenv("NEMO_RUN_RAY_LOCAL", "/an/embedded/ray/inside")
+    assert find_dashboard(dispatch_of(dashboards=(given.url,))).url == given.url
+
+
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> str:
     """The archives of the dispatcher as Ray unpacked them; the file with the secrets."""

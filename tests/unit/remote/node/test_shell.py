@@ -1,17 +1,14 @@
 """Commands that a real bash starts."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import nemo_run as run
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
 from nemo_run_ray.remote.node import command
 from nemo_run_ray.remote.node.command import in_shell
@@ -115,10 +112,3 @@ def test_a_job_gets_them_with_the_paths_of_its_folder(tmp_path):
     spec = JobSpec(("cat",), login_shell=True)
     assert command.argv_of(spec, run_dir, {})[:3] == ["bash", "-l", "-c"]
     assert command.argv_of(JobSpec(("cat",)), run_dir, {}) == ["cat"]
-
-
-def test_modules_of_a_task():
-    task = run.Partial(json.dumps, obj=run.Config(RunDir, submission_id="x"))
-    found = command.modules_of(ZlibJSONSerializer().serialize(task))
-    assert found >= {"nemo_run", "json", "nemo_run_ray"}
-    assert not found & {"__main__", "builtins"}
