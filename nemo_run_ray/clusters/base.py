@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: The class of each kind, which is imported when it is used.
 _KINDS = {"existing": "ExistingCluster", "local": "LocalCluster", "slurm": "SlurmCluster"}
-#: Where Ray, and so this package, looks for a user's token.
+#: The places in which Ray, and so this package, looks for a user's token.
 TOKEN_PLACES = "RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
 #: gives up. Whoever waits anew clears it.
@@ -42,7 +42,7 @@ class ClusterArchive:
     and the logs of jobs in ``logs/``.
     """
 
-    #: Why it is gone, as the end of a sentence.
+    #: The reason of its end, as the end of a sentence.
     reason: str = ""
     #: Its job table at the end; empty if that was not kept.
     rows: JobRows = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Dashboard:
     why_dead: Callable[[], str] = field(default=str, repr=False, compare=False)
     #: Jobs of allocations before this Ray, which continue in it.
     earlier: ClusterArchive = field(default=ClusterArchive(), repr=False, compare=False)
-    #: Where a user finds, and corrects, the token that is sent.
+    #: The place in which a user finds, and corrects, the token that is sent.
     token_at: str = field(default=TOKEN_PLACES, compare=False)
 
     @property

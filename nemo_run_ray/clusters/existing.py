@@ -172,9 +172,8 @@ def _check_header(name: str, value: str) -> None:
 
 def _dashboard_url(url: str) -> str:
     allowed = "expected http(s)://host[:port][/prefix] of Ray's dashboard"
-    if not isinstance(url, str) or not url.strip():
-        raise ConfigError(f"The cluster's address is {url!r}; {allowed}.")
-    if url.strip() == "auto":
+    text = url.strip() if isinstance(url, str) else ""
+    if text == "auto":
         # The address that Ray's own tools would use, or that of a Ray on this machine.
         for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
             address = os.environ.get(name, "").strip()
@@ -182,11 +181,10 @@ def _dashboard_url(url: str) -> str:
                 is_of_gcs = name == "RAY_ADDRESS" and _HOST_AND_PORT.fullmatch(address)
                 return _dashboard_url(f"ray://{address}" if is_of_gcs else address)
         return f"http://127.0.0.1:{DASHBOARD_PORT}"
+    if _HOST_AND_PORT.fullmatch(text):
+        text = f"{'ray' if text.endswith(_PORTS_OF_RAY) else 'http'}://{text}"
     try:
-        parts = urlsplit(url.strip())
-        if _HOST_AND_PORT.fullmatch(url.strip()):
-            of_ray = url.strip().endswith(_PORTS_OF_RAY)
-            parts = urlsplit(f"{'ray' if of_ray else 'http'}://{url.strip()}")
+        parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"The cluster's address is {url!r} ({error}); {allowed}.") from error
@@ -206,9 +204,11 @@ def _dashboard_url(url: str) -> str:
         )
         return found
     # urlsplit has left some of these out.
-    blank = re.search(r"\s", parts.netloc + parts.path) or CONTROL.search(url.strip())
+    blank = re.search(r"\s", parts.netloc + parts.path) or CONTROL.search(text)
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or blank:
-        hint = f" Did you mean http://{url}:{DASHBOARD_PORT}?" if "://" not in url else ""
+        hint = (
+            f" Did you mean http://{text}:{DASHBOARD_PORT}?" if text and "://" not in text else ""
+        )
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.{hint}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
 

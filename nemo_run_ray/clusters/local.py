@@ -168,10 +168,9 @@ class LocalCluster(Cluster):
                 CONSOLE.log(f"Starting an embedded Ray on this machine (about 10 s) …{kept}")
                 return self._dashboard(self._start())
             if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
-                cpus, gpus = ("all" if size is None else size for size in state.size)
                 CONSOLE.log(
-                    f"The embedded Ray is up already, with {cpus} CPUs and {gpus} GPUs of this "
-                    "machine, and stays as it is. To change that: nemo-run-ray down"
+                    "The embedded Ray is up already, with other CPUs or GPUs, and stays as it is. "
+                    "To change that: nemo-run-ray down"
                 )
             self._join(state)
         return self._dashboard(state)

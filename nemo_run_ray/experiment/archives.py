@@ -35,7 +35,7 @@ from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, NemoRunRayError, PackagingFailed
 from nemo_run_ray.plan.job import REMOTE_PACKAGE, JobPlan
-from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, SECRETS, SPEC, links_out
+from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, SECRETS, SPEC
 from nemo_run_ray.remote.spec import JobSpec, to_json
 
 #: Zip knows no earlier day; a fixed one keeps equal contents equal.
@@ -124,7 +124,9 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         paths = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*"))}
         links = {name: os.readlink(path) for name, path in paths.items() if path.is_symlink()}
         files = [name for name, path in paths.items() if name not in links and path.is_file()]
-        refused = links_out(links)
+        home = os.path.realpath(root)
+        ends = {name: Path(os.path.realpath(paths[name])) for name in links}
+        refused = [name for name, end in ends.items() if not end.is_relative_to(home)]
         if refused:
             raise ValueError(f"links lead out of what it packed: {', '.join(refused[:5])}")
         if not files:

@@ -49,7 +49,7 @@ class EndRecord(NamedTuple):
     #: Seconds since the epoch, when its job began on the node.
     began_at: float = 0.0
     ended_at: float = 0.0
-    #: Where processes may remain; ``None`` if that is not known.
+    #: Places in which processes may remain; ``None`` if that is not known.
     left_on: Optional[Tuple[str, ...]] = ()
     #: See ``proof_of``; empty in a record that nothing proves.
     proof: str = ""

@@ -81,7 +81,7 @@ class RoleSpec(NamedTuple):
     #: The processes get ``RANK`` and its relatives; a launcher sets them itself.
     ranked: bool = False
     service: bool = False
-    #: How often one replica of a service is started again.
+    #: Further starts of one replica of a service.
     restarts: int = 0
     #: By name; 0 is a free one of the node.
     ports: Dict[str, int] = _EMPTY
@@ -124,7 +124,7 @@ class ArraySpec(NamedTuple):
     host: RoleSpec
     #: Path of the elements' file in the job's folder.
     elements: str
-    #: What each value of an element changes, its kind and its name or place.
+    #: The part that each value of an element changes: its kind, and its name or place.
     targets: Tuple[Tuple[Any, ...], ...] = ()
     #: ``command`` starts a process for each element; ``fork`` forks it, where the imports allow it,
     #: from one that has imported the configuration's modules; ``process`` starts a new one that
@@ -174,7 +174,7 @@ class DispatchedJobSpec(NamedTuple):
     retries: int = 0
     permanent_exit_codes: Tuple[int, ...] = ()
     pending_timeout_s: Optional[float] = None
-    #: That an attempt needs.
+    #: The time that an attempt needs.
     time_s: Optional[float] = None
     #: Names of the variables that every attempt gets in an archive of its own.
     secrets: Tuple[str, ...] = ()

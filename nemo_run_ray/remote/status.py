@@ -259,8 +259,7 @@ class JobStatus:
 
     def to_json(self) -> dict[str, Any]:
         """The status as it is written down when it is the last one."""
-        left_out = ("waits_for", "job", "experiment")
-        return {name: each for name, each in asdict(self).items() if name not in left_out}
+        return asdict(self)
 
 
 def state_of_row(row: JobRow) -> JobState:
@@ -523,9 +522,6 @@ def claim_body(submission_id: str, nonce: str, why: str) -> dict[str, Any]:
 
 def node_dead_s() -> float:
     """``NODE_DEAD_S``, or less where this Ray's raylets notice sooner that they are alone."""
-    try:
-        # Ray writes the name in two cases.
-        given = os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"]  # noqa: SIM112
-        return float(given) + NODE_DEAD_S - 60.0
-    except (KeyError, ValueError):
-        return NODE_DEAD_S
+    # Ray writes the name in two cases.
+    notices_s = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", 60))  # noqa: SIM112
+    return NODE_DEAD_S + notices_s - 60.0

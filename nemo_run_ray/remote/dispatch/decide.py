@@ -236,7 +236,7 @@ def _submits(
             break
         if job.shape not in stuck:
             name = attempt_id(job.id, number)
-            submits.append(Action(Do.SUBMIT, job.name, name, f"attempt {number}"))
+            submits.append(Action(Do.SUBMIT, job.name, name))
             live, starting = live + 1, starting + 1
     return submits
 
@@ -301,7 +301,7 @@ class TimeLeft(NamedTuple):
     renews: bool
 
     def why_not(self, time_s: float | None) -> str | None:
-        """Why a job that needs so long is never started; empty if it is in the next allocation.
+        """The reason for never starting a job that needs so long; empty if the next one has time.
 
         ``None`` lets it begin now.
         """
@@ -317,7 +317,6 @@ class TimeLeft(NamedTuple):
 
 def time_left(env: Mapping[str, str], now: float) -> TimeLeft | None:
     """The remaining time by the dispatcher's environment; ``None`` where nothing ends Ray."""
-    try:
-        return TimeLeft(float(env[ENDS_AT]) - now, float(env[LASTS_S]), env.get(RENEWS) == "1")
-    except (KeyError, ValueError):
+    if ENDS_AT not in env:
         return None
+    return TimeLeft(float(env[ENDS_AT]) - now, float(env[LASTS_S]), env.get(RENEWS) == "1")

@@ -233,9 +233,9 @@ class Dispatcher:
             if before != now:
                 self._changed_at = self._clock()
                 submission_id = attempt_id(self._jobs[name].id, max(1, status.attempt))
-                node = status.node if status.state is JobState.RUNNING else ""
-                words = status.detail or (f"on node {node[:12]}" if node else "")
-                say(f"{at} {status.state.value} {submission_id} {' '.join(words.split())}".rstrip())
+                place = f"on node {status.node[:12]}" if status.state is JobState.RUNNING else ""
+                words = " ".join((status.detail or place).split())
+                say(f"{at} {status.state.value} {submission_id} {words}".rstrip())
 
     def _complain(self, about: str, text: str) -> None:
         if self._troubles.get(about) != text:

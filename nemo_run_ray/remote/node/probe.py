@@ -122,9 +122,7 @@ class Probing:
                 return ""
             connection.request("GET", spec.path)
             status = connection.getresponse().status
-        except http.client.HTTPException as error:
-            return f"{question} is answered with {str(error).strip()[:80]!r}, which is not HTTP"
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             if spec.kind == "command":
                 return f"{question} cannot be started: {error}"
             hint = ""
@@ -135,9 +133,7 @@ class Probing:
                         f". It does listen on {_LOCAL}:{self._port}, where no other node can reach "
                         "it; let it listen on 0.0.0.0"
                     )
-            return f"{question} failed: {error.strerror or error}{hint}"
-        return (
-            ""
-            if status == spec.status
-            else f"{question} is answered with {status}, not {spec.status}"
-        )
+            why = getattr(error, "strerror", None) or str(error).strip()[:80]
+            return f"{question} failed: {why}{hint}"
+        is_ready = status == spec.status
+        return "" if is_ready else f"{question} is answered with {status}, not {spec.status}"
