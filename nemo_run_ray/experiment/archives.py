@@ -113,7 +113,7 @@ class Archive:
 def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
     """The user's code, as the packager delivers it."""
     kind = type(packager).__name__
-    root = Path(tempfile.mkdtemp(prefix="nemo_run_ray_code_"))
+    root = Path(tempfile.mkdtemp(prefix="nemo_run_ray_code_")).resolve()
     try:
         delivered = _run(packager, folder, name)
         # ignore_zeros: PatternPackager's and GitArchivePackager's archives are several, end to end.
@@ -124,9 +124,7 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         paths = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*"))}
         links = {name: os.readlink(path) for name, path in paths.items() if path.is_symlink()}
         files = [name for name, path in paths.items() if name not in links and path.is_file()]
-        home = os.path.realpath(root)
-        ends = {name: Path(os.path.realpath(paths[name])) for name in links}
-        refused = [name for name, end in ends.items() if not end.is_relative_to(home)]
+        refused = [name for name in links if not paths[name].resolve().is_relative_to(root)]
         if refused:
             raise ValueError(f"links lead out of what it packed: {', '.join(refused[:5])}")
         if not files:
