@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -93,6 +94,8 @@ _SILENT_S = 1.0
 _ARCHIVES, _LOG_BYTES = 20, 64 * 1024**2
 #: Lines of the log of `ray start` that a message shows, and their length.
 _LINES_SHOWN, _LINE_MAX = 6, 300
+#: Lines in which `ray start` says how to use what it has started.
+_CHATTER = re.compile(r"\s(INFO|SUCC) \w+\.py:\d+ -- ")
 _WATCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from remote.local_watch import main; main(*sys.argv[2:4], float(sys.argv[4]))"
@@ -517,4 +520,6 @@ def _end_of_log(path: Path) -> str:
     """The last lines that `ray start` printed, with the path of the file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = [line[:_LINE_MAX] for line in text.splitlines() if line.strip()]
-    return "\n  ".join([f"Its log {path} ends with:", *lines[-_LINES_SHOWN:]])
+    shown = [line for line in lines if not _CHATTER.search(line)][-_LINES_SHOWN:]
+    shown = shown or ["(nothing: the machine's out-of-memory killer may have ended it)"]
+    return "\n  ".join([f"Its log {path} ends with:", *shown])
