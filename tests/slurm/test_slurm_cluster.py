@@ -218,7 +218,7 @@ def test_up_and_down_by_a_cluster_file(allocations, tmp_path):
     assert len(allocations.jobs()) == 1
     wrong = tool("nemo-run-ray", "up", "--cluster", "team", "--num-cpus", "4", cwd=tmp_path)
     assert wrong.returncode == 1
-    assert "SlurmCluster has no field 'num_cpus'" in wrong.stderr
+    assert "SlurmCluster: there is no field 'num_cpus'" in wrong.stderr
     assert "Ray is stopped" in told("down")
     wait_for(lambda: not allocations.jobs(), 60)
     assert "No Ray is up" in told("down"), "there is none any more"
