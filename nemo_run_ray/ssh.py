@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from typing import Any
@@ -54,7 +53,7 @@ class SSHConnection:
 
     def _open(self) -> None:
         """Make the connection; in a terminal ``ssh`` asks the user what it needs to know."""
-        batch = "no" if sys.stdin.isatty() else "yes"
+        batch = "no" if os.isatty(0) else "yes"
         options = [f"-oControlPersist={_UNUSED_S}", f"-oBatchMode={batch}"]
         options += ["-M", f"-oConnectTimeout={_CONNECT_S}"]
         null = subprocess.DEVNULL
