@@ -251,8 +251,8 @@ class ClusterFolder:
             code, problem = _command("scancel", *jobs)
         if code == 0:
             return bool(jobs) or not was_stopped
-        if code == _TIMED_OUT and run is not None and not has_ended:
-            return True  # its head ends it
+        if code == _TIMED_OUT and run is not None and (was_stopped or not has_ended):
+            return not has_ended  # its head ends it, or has done so
         raise OSError(_UNHEARD if code == _TIMED_OUT else problem.strip())
 
 
