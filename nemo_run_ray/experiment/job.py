@@ -797,14 +797,9 @@ def values_of(folder: Path, wanted: set[int]) -> dict[int, dict[str, Any]]:
     """The values of elements from the file that was sent, if the folder of the job still has it."""
     for path in sorted((folder / SCRIPTS_DIR).glob("*")):
         with path.open(encoding="utf-8", errors="replace") as file:
-            header = next((line for line in file if line.startswith('{"max_failures"')), "")
-            if header:  # else it is any other script
-                fields = json.loads(header)["fields"]
-                return {
-                    index: dict(zip(fields, json.loads(line), strict=False))
-                    for index, line in enumerate(file)
-                    if index in wanted
-                }
+            if any(line.startswith('{"array"') for line in file):  # else it is any other script
+                rows = {at: json.loads(line) for at, line in enumerate(file) if at in wanted}
+                return {at: row.get("values") or {"task": row["name"]} for at, row in rows.items()}
     return {}
 
 

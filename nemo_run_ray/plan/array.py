@@ -1,7 +1,7 @@
 """``nemo_run_ray.array``: many runs of one task, or many tasks, as one job, and its plan.
 
 For NeMo-Run an array is a ``run.Script``. Its text is the file of the elements: a header, and one
-line of JSON for each element with a value for each target (``remote/array/elements.py``).
+JSON object a line for each element (``remote/array/elements.py``).
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from nemo_run_ray.fields import Allowed, refuse_credentials
 from nemo_run_ray.plan.roles import (
     ARRAY,
     OF_MAIN,
-    argv_of,
     has_torchrun,
     one_process,
     refuse_fields,
+    replace_macros,
     variable,
 )
-from nemo_run_ray.remote.array.elements_file import ENV, ENVS, FIELD, NAME, TASK, WORD, WORDS
 from nemo_run_ray.remote.spec import ArraySpec
 
 #: Limits of all elements' values together, and of one element's.
@@ -65,7 +64,7 @@ class Array(run.Script):
     """Many elements of one task; ``nemo_run_ray.array`` makes it."""
 
     def get_name(self) -> str:
-        return str(_header(self.inline)["name"])
+        return str(_header(self.inline)["array"])
 
     def to_command(
         self, with_entrypoint: bool = False, filename: str | None = None, **options: Any
@@ -117,24 +116,30 @@ def array(
     """
     options = {"combine": combine, "isolation": isolation, "max_failures": max_failures}
     _Options.check("array", options)
-    header: dict[str, Any] = {"max_failures": max_failures, "runs": isolation}
+    for each in task if isinstance(task, (list, tuple)) else [task]:
+        if not isinstance(each, (run.Partial, run.Script)) or isinstance(each, Array):
+            raise ConfigError(
+                f"The task of an array is a {type(each).__name__}; expected is a run.Partial, a "
+                "run.Script, or a list of them."
+            )
+    header: dict[str, Any] = {"array": "", "max_failures": max_failures, "runs": isolation}
     env: dict[str, str] = {}
+    elements: Iterable[Mapping[str, Any]]
     if isinstance(task, (list, tuple)):
         if over is not None:
             raise ConfigError("An array of several tasks has no `over`, which is for one task.")
-        rows = _rows_of_tasks(task, names)
-        header.update(name=f"{_name(task[0])}-array" if task else "", fields=["task"])
-        if all(isinstance(one, run.Script) for one in task):
+        elements = _of_tasks(task, names)
+        if task:
+            header["array"] = f"{_name(task[0])}-array"
+        if all(isinstance(each, run.Script) for each in task):
             header["runs"] = "command"
     else:
-        _check_task(task)
         if names is not None:
             raise ConfigError("names are for an array of several tasks: array([task, …], names=…).")
-        elements = _elements(over, combine)
-        first = next(elements, {})
-        fields = list(first)
-        rows = ([row[field] for field in fields] for row in itertools.chain([first], elements))
-        header.update(name=_name(task), fields=fields)
+        rows = _rows(over, combine)
+        fields = next(rows, {})
+        rows = itertools.chain([fields] if fields else [], rows)
+        header["array"] = _name(task)
         if isinstance(task, run.Script):
             words = [] if task.inline else ["args", *(f"args.{at}" for at in range(len(task.args)))]
             for field in fields:
@@ -149,32 +154,21 @@ def array(
             header.update(script=script, runs="command")
             env = dict(task.env)
             rows = (
-                list(map(_as_text, fields, row, itertools.repeat(at)))
+                {field: _as_text(field, value, at) for field, value in row.items()}
                 for at, row in enumerate(rows)
             )
         else:
             for field in fields:
                 _must_have(task, field)
             header["template"] = _template(task)
-        if not fields:
-            rows = iter(())
-    return Array(inline=_text_of(header, rows), env=env, entrypoint=ARRAY)
+        elements = ({"values": row} for row in rows)
+    return Array(inline=_text_of(header, elements), env=env, entrypoint=ARRAY)
 
 
-def _check_task(task: object) -> None:
-    if not isinstance(task, (run.Partial, run.Script)) or isinstance(task, Array):
-        raise ConfigError(
-            f"The task of an array is a {type(task).__name__}; expected is a run.Partial, a "
-            "run.Script, or a list of them."
-        )
-
-
-def _rows_of_tasks(
+def _of_tasks(
     tasks: Sequence[run.Partial[Any] | run.Script], names: Sequence[str] | None
-) -> Iterator[list[Any]]:
-    """The values of each task: its name, what it runs, its variables."""
-    for task in tasks:
-        _check_task(task)
+) -> Iterator[dict[str, Any]]:
+    """What each task runs."""
     if names is None:
         names = [_name(task) for task in tasks]
         counts = Counter(names)
@@ -189,12 +183,13 @@ def _rows_of_tasks(
         if isinstance(task, run.Script):
             refuse_credentials(f"The env of the task {name!r}", task.env)
             env = {key: variable(key, value) for key, value in task.env.items()}
-            yield [name, {field: getattr(task, field) for field in _SCRIPT_FIELDS}, env]
+            script = {field: getattr(task, field) for field in _SCRIPT_FIELDS}
+            yield {"name": name, "script": script, "env": env}
         else:
-            yield [name, _template(task), {}]
+            yield {"name": name, "template": _template(task)}
 
 
-def _text_of(header: Mapping[str, Any], rows: Iterable[Sequence[Any]]) -> str:
+def _text_of(header: Mapping[str, Any], elements: Iterable[Mapping[str, Any]]) -> str:
     """The header, and the line of each element.
 
     Raises:
@@ -202,9 +197,9 @@ def _text_of(header: Mapping[str, Any], rows: Iterable[Sequence[Any]]) -> str:
     """
     lines = [json.dumps(header)]
     size_bytes = len(lines[0]) + 1
-    for number, row in enumerate(rows):
+    for number, element in enumerate(elements):
         try:
-            line = json.dumps(row, default=_plain)
+            line = json.dumps(element, default=_plain)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"The element {number} of the array cannot be sent: {error}. Values are texts, "
@@ -254,24 +249,14 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
     name = os.path.basename(role.args[0])
     path = Path(executor.job_dir, SCRIPTS_DIR, name)
     header = _header(path.read_text(encoding="utf-8"))
-    words = ["python"]
-    targets: list[tuple[Any, ...]] = []
-    templates = [header.get("template", "")]
-    if "template" in header:
-        targets = [(FIELD, field) for field in header["fields"]]
-    elif "script" in header:
+    words, args_at = ["python"], 0
+    templates = [header["template"]] if "template" in header else []
+    if "script" in header:
         words = _command(header["script"], path.with_name(f"element-{name}"))
-        first = len(words) - len(header["script"]["args"])
-        for field in header["fields"]:
-            kind, _, part = field.partition(".")
-            if kind == "env":
-                targets.append((ENV, part))
-            else:
-                targets.append((WORD, "", first + int(part)) if part else (WORDS, "", first))
-    else:
-        targets = [(NAME,), (TASK,), (ENVS,)]
+        args_at = len(words) - len(header["script"]["args"])
+    elif not templates:
         templates = _with_commands(path, executor)
-    if any(map(OF_MAIN.search, filter(None, templates))):
+    if any(map(OF_MAIN.search, templates)):
         check_guard()
     host = one_process(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
     if executor.cpus_per_node is None:
@@ -279,7 +264,7 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
     return ArraySpec(
         host=host,
         elements=f"{SCRIPTS_DIR}/{name}",
-        targets=tuple(targets),
+        args_at=args_at,
         runs=header["runs"],
         max_failures=header["max_failures"],
         max_in_flight=executor.max_in_flight,
@@ -290,23 +275,22 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
 
 
 def _with_commands(path: Path, executor: RayExecutor) -> list[str]:
-    """Write the commands of an array's tasks into its file; the configurations of the others.
+    """Write the commands of an array's scripts into its file; the templates of the other tasks.
 
     What is written inline becomes a file beside it.
     """
-    lines: list[str] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
     templates: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.startswith("["):
-            name, task, env = json.loads(line)
-            if isinstance(task, str):
-                templates.append(task)
-            elif isinstance(task, dict):
-                words = _command(task, path.with_name(f"element-{len(lines)}-{path.name}"))
-                role = Role(name=name, image="", entrypoint=words[0], args=words[1:])
-                line = json.dumps([name, argv_of(role, executor), env]) + "\n"
-        lines.append(line)
-    path.write_text("".join(lines), encoding="utf-8")
+    for at, line in enumerate(lines):
+        if line.startswith('{"name"'):
+            task = json.loads(line)
+            if "template" in task:
+                templates.append(task["template"])
+            elif "script" in task:
+                words = _command(task.pop("script"), path.with_name(f"element-{at}-{path.name}"))
+                task["argv"] = [replace_macros(word, executor) for word in words]
+                lines[at] = json.dumps(task)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return templates
 
 
@@ -372,7 +356,7 @@ def _must_have(task: run.Partial[Any], field: str) -> None:
 # ---------------------------------------------------------------------- the values
 
 
-def _elements(over: Over | None, combine: str) -> Iterator[Mapping[str, Any]]:
+def _rows(over: Over | None, combine: str) -> Iterator[Mapping[str, Any]]:
     """A mapping with the values of each element; all have the same fields."""
     first: Mapping[str, Any] | None = None
     for number, row in enumerate(_given(over, combine)):

@@ -124,8 +124,8 @@ class ArraySpec(NamedTuple):
     host: RoleSpec
     #: Path of the elements' file in the job's folder.
     elements: str
-    #: The part that each value of an element changes: its kind, and its name or place.
-    targets: Tuple[Tuple[Any, ...], ...] = ()
+    #: Place of the first argument among the words of the command.
+    args_at: int = 0
     #: ``command`` starts a process for each element; ``fork`` forks it, where the imports allow it,
     #: from one that has imported the configuration's modules; ``process`` starts a new one that
     #: imports them.

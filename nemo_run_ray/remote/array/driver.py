@@ -18,21 +18,13 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..files import open_own, write_file
 from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..fit import hosts as nodes_that_fit
-from ..group.driver import connect
-from ..hosts.actors import (
-    Actors,
-    ReplicaHandle,
-    forget_runtime_env,
-    module_function,
-    prepare_order,
-)
-from ..hosts.calls import Answer, Calls, Died
+from ..hosts.actors import Actors, ReplicaHandle, module_function
+from ..hosts.calls import Calls, Reports
 from ..hosts.relay import PROGRAM
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, read_secrets, remove_secrets
@@ -40,7 +32,7 @@ from ..node.supervise import Runner
 from ..spec import ArrayRows, ArraySpec, status_file_name
 from ..status import STATES_FILE, JobExit, Reason, cause_of, file_of, node_dead_s
 from .cancel_request import log_folder, request_paths
-from .elements import ArrayProgress, ElementState, HostRecord, Leases
+from .elements import ElementState, HostRecord, Leases
 
 #: Seconds between two looks at the nodes, and two attempts to write to a disk that is full.
 _LOOK_S = 1.0
@@ -48,8 +40,6 @@ _LOOK_S = 1.0
 _CLOSE_S = 60.0
 #: Seconds for which the head's disk is waited for when nothing else is to be done.
 _DISK_S = 60.0
-#: Seconds that a host's reports may wait for others: short elements end by the hundred.
-_GATHER_S = 0.05
 #: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
 #: may be killed once.
 _DEATHS_MAX = 5
@@ -63,8 +53,7 @@ _PLACED_S = 900.0
 _END_MARGIN_S = 30.0
 #: Seconds until dead hosts are swept again.
 _SWEEP_AGAIN_S = 5.0
-#: Seconds between two writes of a status file; that of all elements' states may take longer, and
-#: is written so seldom that it costs the driver a twentieth of its time.
+#: Seconds between two writes of the status files, and how many times as long as a write that is.
 _WRITE_S, _PAUSE = 1.0, 20
 #: Writes over which the rate is measured.
 _RATE_ROWS = 30
@@ -76,21 +65,17 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
         folder, secrets = log_folder(submission_id), read_secrets(spec.secrets)
         path = os.path.join(jobs_folder(), job, spec.elements)
         leases = Leases(spec, path, submission_id, folder)
-        requests = partial(request_paths, folder, submission_id)
-        config, ray = forget_runtime_env(), connect()
+        starts = HostStarts(spec, job, secrets, leases.progress.count)
         try:
-            starts = HostStarts(ray, spec, job, secrets, config, leases.progress.count)
-            status = StatusFile(folder, submission_id)
-            calls = Calls(ray, _GATHER_S)
-            driver = ArrayDriver(runner, spec, leases, ray, starts, calls, status, requests)
-            code = driver.run()
+            calls = Calls(starts.ray)
+            code = ArrayDriver(runner, spec, leases, starts, calls, folder, submission_id).run()
             starts.wait()
             return code
         finally:
-            for late in requests():
+            for late in request_paths(folder, submission_id):
                 with suppress(OSError):
                     os.remove(late)
-            ray.shutdown()
+            starts.ray.shutdown()
     finally:
         remove_secrets()  # of a driver that is killed they are left: it is started again
 
@@ -108,55 +93,39 @@ class HostState(Enum):
 
 
 @dataclass(eq=False)
-class Host:
-    """One host.
+class Host(ReplicaHandle):
+    """One element host, as the driver knows it.
 
     Attributes:
-        record: its record.
-        replica: its handle for the driver's calls.
         slots: how many elements it runs at a time.
         deadline: when it is given up.
     """
 
-    record: HostRecord
-    replica: ReplicaHandle
-    slots: int
+    slots: int = 0
     deadline: float = math.inf
     state: HostState = HostState.STARTING
 
+    @property
+    def number(self) -> int:
+        """Its number among all hosts of the array."""
+        return self.replica_id[1]
+
 
 class HostStarts:
-    """Starts hosts, and programs that end what dead ones have left.
+    """Starts hosts, and programs that end what dead ones have left, by ``ray``."""
 
-    Args:
-        ray: the module, connected.
-        spec: the array.
-        job: name of the job.
-        secrets: the values of its secrets.
-        config: the job's configuration as Ray gave it to the driver.
-        count: number of elements.
-    """
-
-    def __init__(
-        self,
-        ray: Any,
-        spec: ArraySpec,
-        job: str,
-        secrets: Mapping[str, str],
-        config: str,
-        count: int,
-    ) -> None:
-        self._ray, self._role = ray, spec.host
-        self._prepare = partial(prepare_order, job=job, secrets=secrets, config_of_job=config)
+    def __init__(self, spec: ArraySpec, job: str, secrets: Mapping[str, str], count: int) -> None:
+        self._role, self._actors = spec.host, Actors(job, secrets)
+        self.ray = self._actors.ray
         self._order = {
             "gpus": spec.host.resources.get("GPU", 0.0),
             "runs": spec.runs,
-            "targets": spec.targets,
+            "args_at": spec.args_at,
             "elements": spec.elements,
             "count": count,
         }
-        self._actors, self._program = Actors(ray), ray.remote(module_function())
-        self._on = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        self._program = self.ray.remote(module_function())
+        self._on = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         self._forgetting: List[Any] = []
 
     def free(self) -> Dict[str, Dict[str, float]]:
@@ -164,8 +133,8 @@ class HostStarts:
         from ray.autoscaler.v2.sdk import get_cluster_status
 
         try:
-            status = get_cluster_status(self._ray.get_runtime_context().gcs_address)
-        except self._ray.exceptions.RayError as error:  # no host is started meanwhile
+            status = get_cluster_status(self.ray.get_runtime_context().gcs_address)
+        except self.ray.exceptions.RayError as error:  # no host is started meanwhile
             say(f"Ray does not say what its nodes have free: {error}")
             return {}
         return {
@@ -176,18 +145,13 @@ class HostStarts:
         }
 
     def start(self, record: HostRecord, node: Node, count: int) -> Tuple[Host, Dict[str, Any]]:
-        """Start the actor of a host on a node; Ray keeps its resources for the slots.
-
-        Returns:
-            The host, and the order that makes it ready.
-        """
+        """Start the actor of a host on a node; and the order that makes the host ready."""
         role = self._role
         resources = {key: amount * count for key, amount in role.resources.items()}
-        replica = ReplicaHandle((role.name, record.number), role, node, record.tag, record.run_dir)
-        strategy = self._on(node.node_id, soft=False)
-        self._actors.start(replica, resources, strategy, "array.host")
-        host = Host(record, replica, count, time.monotonic() + _PLACED_S)
-        return host, {**self._prepare(replica), **self._order, "slots": count}
+        host = Host((role.name, record.number), role, node, record.tag, record.run_dir, slots=count)
+        host.deadline = time.monotonic() + _PLACED_S
+        self._actors.start(host, resources, self._on(node.node_id, soft=False), "array.host")
+        return host, {**self._actors.prepare_order(host), **self._order, "slots": count}
 
     def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Any:
         """Start the program of ``notes.py`` on a node; a reference for ``swept``."""
@@ -203,7 +167,7 @@ class HostStarts:
         """Wait a moment until all notes are removed."""
         if self._forgetting:
             count = len(self._forgetting)
-            self._ray.wait(self._forgetting, num_returns=count, timeout=_END_MARGIN_S)
+            self.ray.wait(self._forgetting, num_returns=count, timeout=_END_MARGIN_S)
 
     def _run_notes(self, node_id: str, request: Mapping[str, Any]) -> Any:
         env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
@@ -216,11 +180,11 @@ class HostStarts:
 
     def swept(self, reference: Any) -> Optional[Mapping[str, Any]]:
         """The answer of a sweep; ``None`` when it is not there yet."""
-        if not self._ray.wait([reference], timeout=0)[0]:
+        if not self.ray.wait([reference], timeout=0)[0]:
             return None
         try:
-            answer: Mapping[str, Any] = json.loads(self._ray.get(reference))
-        except self._ray.exceptions.RayError as error:
+            answer: Mapping[str, Any] = json.loads(self.ray.get(reference))
+        except self.ray.exceptions.RayError as error:
             return {"swept": [], "remaining": f"{type(error).__name__}: {error}"}
         return answer
 
@@ -263,18 +227,19 @@ class ArrayDriver:
         runner: Runner,
         spec: ArraySpec,
         leases: Leases,
-        ray: Any,
         starts: HostStarts,
         calls: Calls,
-        status: StatusFile,
-        requests: Callable[[], List[str]],
+        folder: str,
+        submission_id: str,
     ) -> None:
-        self._runner, self._spec, self._ray = runner, spec, ray
+        self._runner, self._spec = runner, spec
         self._leases, self._progress = leases, leases.progress
-        self._starts, self._calls, self._status = starts, calls, status
-        self._requests = requests
+        self._starts, self._ray, self._calls = starts, starts.ray, calls
+        self._folder, self._submission_id = folder, submission_id
         self._request = ResourceRequest(spec.host.resources, spec.host.label_selector)
-        self._look_at = self._tell_at = 0.0
+        self._look_at = self._tell_at = self._write_at = 0.0
+        self._tell_progress_at = time.monotonic() + _TELL_S
+        self._counts = deque([(time.monotonic(), 0)], maxlen=_RATE_ROWS)
         self._nodes: Dict[str, Node] = {}
         #: Of a node how often in a row no host could begin, and when the next one may be started.
         self._refusals: Dict[str, Tuple[int, float]] = {}
@@ -283,8 +248,7 @@ class ArrayDriver:
         self._sweeps: Dict[str, Any] = {}  # by node
         self._sweep_at: Dict[str, float] = {}  # not before
         self._settled_at: Optional[float] = None
-        #: The reason to lease no more; empty when the job was cancelled.
-        self._stopped_by: Optional[str] = None
+        self._is_stopped = self._is_cancelled = False
         self.hosts: Dict[int, Host] = {}
         # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
         self.dead = {record.number for record in leases.hosts}
@@ -303,14 +267,14 @@ class ArrayDriver:
             self._turn()
         self._commit()
         progress.cancel_rest()
-        self._status.write(progress, 0, is_last=True)
+        self._show(0, is_last=True)
         failed, succeeded = map(progress.number, (ElementState.FAILED, ElementState.SUCCEEDED))
         say(f"{succeeded} of {progress.count} elements succeeded, {failed} failed")
         code, cause = (JobExit.SOME_FAILED, Reason.EXIT_CODE) if failed else (0, Reason.NONE)
         ending = f"exit code {int(code)}"
         if self.broken is not None:
             code, (cause, ending) = 1, self.broken
-        elif self._stopped_by == "":
+        elif self._is_cancelled:
             code, cause, ending = 143, Reason.CANCELLED, "cancelled"
         # Nothing says of these that their processes have ended.
         numbers = set(self.dead)
@@ -334,27 +298,22 @@ class ArrayDriver:
             self._look_at = now + _LOOK_S
             self._cancel_requested()
             self.look(now)
-        for answer in self._calls.answers():
-            self.hear(answer)
+        for host, reports in self._calls.answers():
+            self.hear(host, reports)
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
         if self.broken is not None:
-            self._stop(self.broken[1])
+            self._stop()
         elif limit is not None and failed > limit and not self._is_stopped:
-            reason = f"more than {limit} elements have failed (max_failures)"
-            say(f"ending the array: {reason}")
-            self._stop(reason)
+            say(f"ending the array: more than {limit} elements have failed (max_failures)")
+            self._stop()
         if self._settled_at is None and (self._is_stopped or self._progress.is_settled):
             self._settled_at = now
         if not self._is_stopped:
             self.lease()
-        running = (min(len(self._held(host)), host.slots) for host in self.hosts.values())
-        self._status.write(self._progress, sum(running))
+        self._show(sum(min(len(self._held(host)), host.slots) for host in self.hosts.values()))
 
     def _held(self, host: Host) -> Dict[int, int]:
-        return self._leases.held(host.record.number)
-
-    def _order(self, host: Host, do: str, **values: Any) -> None:
-        self._calls.order(host.replica, {"do": do, **values})
+        return self._leases.held(host.number)
 
     def _commit(self) -> None:
         """Write down what has changed, and return when the disk has it.
@@ -374,10 +333,49 @@ class ArrayDriver:
                 if is_last and time.monotonic() >= until:
                     unwritten = "how the last elements have ended, or their results"
                     self.broken = Reason.EXIT_CODE, f"the head's disk has not taken {unwritten}"
-                if self._stopped_by == "" or self.broken is not None:
+                if self._is_cancelled or self.broken is not None:
                     return
             time.sleep(_LOOK_S)
             self._obey()
+
+    def _show(self, running: int, is_last: bool = False) -> None:
+        """Write counts and the states of all elements beside the job's log, for clients.
+
+        Nothing that the array does is decided by these files. A large array's take long to write,
+        and are written so seldom that it costs the driver a twentieth of its time.
+        """
+        now, progress = time.monotonic(), self._progress
+        if now < self._write_at and not is_last:
+            return
+        ended, failed = progress.ended_count, progress.number(ElementState.FAILED)
+        first_at, first = self._counts[0]
+        self._counts.append((now, ended))
+        rate = (ended - first) / (now - first_at) if now > first_at else 0.0
+        remaining = progress.count - ended
+        rows: ArrayRows = {
+            "elements": progress.count,
+            "succeeded": progress.number(ElementState.SUCCEEDED),
+            "failed": failed,
+            "cancelled": progress.number(ElementState.CANCELLED),
+            "running": running,
+            "waiting": remaining - running,
+            "elements_per_s": round(rate, 3),
+            "left_s": round(remaining / rate, 1) if rate > 0 else None,
+            "failures": [*progress.failures],
+        }
+        if now >= self._tell_progress_at and not is_last:
+            self._tell_progress_at = now + _TELL_S
+            say(
+                f"{ended} of {progress.count} elements are over, {failed} failed; "
+                f"{rate:.3g} elements/s"
+            )
+        states = "".join(json.dumps(stretch) + "\n" for stretch in progress.stretches())
+        with suppress(OSError):  # a full disk: the array continues, and is not shown
+            path = os.path.join(self._folder, status_file_name(self._submission_id))
+            write_file(path, json.dumps(rows))
+            path = os.path.join(self._folder, file_of(self._submission_id, STATES_FILE))
+            write_file(path, states)
+        self._write_at = now + _WRITE_S + _PAUSE * (time.monotonic() - now)
 
     # ------------------------------------------------------------------ leases
 
@@ -386,15 +384,15 @@ class ArrayDriver:
         rows: Dict[Host, List[List[Any]]] = {}
         for host in self.hosts.values():
             most = self._leases.most_held(host.slots) if host.state is HostState.READY else 0
-            while len(self._held(host)) < most and (row := self._leases.take(host.record.number)):
+            while len(self._held(host)) < most and (row := self._leases.take(host.number)):
                 rows.setdefault(host, []).append(row)
         self._commit()
         for host, elements in () if self._is_stopped else rows.items():
-            self._order(host, "run", elements=elements)
+            self._calls.order(host, {"do": "run", "elements": elements})
 
     def _cancel_requested(self) -> None:
         """Cancel what clients want, and say so to them when the disk has it."""
-        for path in self._requests():
+        for path in request_paths(self._folder, self._submission_id):
             try:
                 with open(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
                     request = json.load(file)
@@ -407,7 +405,7 @@ class ArrayDriver:
                 for host in self.hosts.values():
                     leased = wanted & self._held(host).items()
                     if leased:
-                        self._order(host, "cancel", elements=list(leased))
+                        self._calls.order(host, {"do": "cancel", "elements": list(leased)})
                 self._commit()
                 text = ", ".join(f"{first} to {last}" for first, last in request["cancel"][:5])
                 say(f"the user has cancelled the elements {text}; {len(wanted)} have a host")
@@ -416,68 +414,54 @@ class ArrayDriver:
 
     # ------------------------------------------------------------------ reports
 
-    def hear(self, answer: Answer) -> None:
-        """Take what an actor has answered, and ask it again."""
-        number = answer.replica.replica_id[1]
-        host = self.hosts.get(number)  # unless it is given up
-        if isinstance(answer, Died):
+    def hear(self, handle: ReplicaHandle, reports: Reports) -> None:
+        """Take what a host has reported, unless it is given up."""
+        for report in reports:
+            host = self.hosts.get(handle.replica_id[1])
             if host is not None:
-                self._lost(host, answer.words, answer.cause, has_started=answer.cause is None)
-            return
-        for count, report in enumerate(answer.reports, start=answer.first):
-            if host is not None and number in self.hosts and count == host.replica.seen:
-                host.replica.seen += 1
-                self._report(host, json.loads(report))
-        if number in self.hosts:
-            self._calls.pull(answer.replica)
+                self._report(host, report)
 
     def _report(self, host: Host, report: Mapping[str, Any]) -> None:
-        kind, node, number = report["at"], host.replica.node.host, host.record.number
+        kind, node, number = report["at"], host.node, host.number
         if kind == "text":
             prefix = f"{report['element']}| "
             write(prefix + str(report["text"])[:-1].replace("\n", f"\n{prefix}") + "\n")
         elif kind == "ended":
             if self._leases.ended(number, report["row"]):
-                self._refusals.pop(host.record.node_id, None)
+                self._refusals.pop(node.node_id, None)
         elif kind == "prepared":
             if host.state is HostState.STARTING:
                 host.state, host.deadline = HostState.READY, math.inf
-                self._cannot.discard(host.record.node_id)
-                say(f"{node} runs {host.slots} element(s) at a time")
+                self._cannot.discard(node.node_id)
+                say(f"{node.host} runs {host.slots} element(s) at a time")
         elif kind == "obstacles":
             say(
-                f"on {node} the imports {', '.join(report['obstacles'])}, which a fork does "
+                f"on {node.host} the imports {', '.join(report['obstacles'])}, which a fork does "
                 "not have. So each element imports anew, which takes seconds in place of "
                 "milliseconds"
             )
         elif kind == "idle":
             # What it still has came when it was told to end.
-            self._leases.give_back_all(number, has_run=False)
+            self._leases.give_back(number, begun=())
             self._commit()  # before it removes its notes
-            self._order(host, "leave")
+            self._calls.order(host, {"do": "leave"})
             host.state, host.deadline = HostState.LEAVING, time.monotonic() + _END_MARGIN_S
         elif kind == "gone" and host.state is HostState.LEAVING:
             self._drop(host)
-        else:  # ``unprepared``, ``failed`` or ``gone``
-            cause = Reason.NOT_STARTED if kind == "unprepared" else None
-            self._lost(host, str(report.get("reason", "it was killed")), cause)
+        else:  # ``unprepared``, ``failed``, ``gone`` or ``died``
+            cause = Reason.NOT_STARTED if kind == "unprepared" else report.get("cause")
+            if kind == "died" and cause is not None:
+                self._drop(host)  # it never came up
+            else:
+                self._give_up(host)
+            self._lost(host, str(report.get("words", "it was killed")), cause)
 
-    def _lost(
-        self, host: Host, reason: str, cause: Optional[Reason], has_started: bool = True
-    ) -> None:
-        """A host has died, or cannot run elements: others may, or none can.
+    def _lost(self, host: Host, reason: str, cause: Optional[Reason]) -> None:
+        """A host has died, or cannot run elements for a cause: others may, or none can.
 
-        Args:
-            host: the host; where it could not begin, none is started on its node for a while.
-            reason: why.
-            cause: the kind of the reason; ``None`` when it has just died.
-            has_started: its actor was there, and may have begun something.
+        Where it could not begin, none is started for a while.
         """
-        node_id, node, now = host.record.node_id, host.replica.node.host, time.monotonic()
-        if has_started:
-            self._give_up(host)
-        else:
-            self._drop(host)
+        node_id, node, now = host.node.node_id, host.node.host, time.monotonic()
         if cause is None and host.state is not HostState.STARTING:
             say(f"the host on {node} has died: {reason}")
             return
@@ -485,7 +469,7 @@ class ArrayDriver:
         failures += now >= not_before  # several hosts of a node count once
         pause_s = min(_AGAIN_S * 2 ** min(failures - 1, 10), _AGAIN_MAX_S)
         self._refusals[node_id] = failures, now + pause_s
-        others = (one for one in self.hosts.values() if one.record.node_id == node_id)
+        others = (one for one in self.hosts.values() if one.node.node_id == node_id)
         is_proven = any(one.state is not HostState.STARTING for one in others)
         if not is_proven and (cause is not None or failures >= _DEATHS_MAX):
             self._cannot.add(node_id)
@@ -507,7 +491,7 @@ class ArrayDriver:
         waiting = self._progress.number(ElementState.WAITING)
         for host in list(self.hosts.values()):
             is_ending = host.state in (HostState.ENDING, HostState.LEAVING)
-            if host.record.node_id not in self._nodes or now >= host.deadline:
+            if host.node.node_id not in self._nodes or now >= host.deadline:
                 self._give_up(host)
             elif not is_ending and not waiting and not self._held(host):
                 self._end(host)
@@ -523,7 +507,7 @@ class ArrayDriver:
             used = sum(host.slots for host in hosts)
             used += sum(len(self._leases.held(number)) for number in self.dead)
             wanted = min(wanted, self._spec.max_in_flight - used)
-        busy = {host.record.node_id for host in starting}
+        busy = {host.node.node_id for host in starting}
         busy |= {self._leases.hosts[number].node_id for number in self.dead}
         busy |= {node_id for node_id, (_, until) in self._refusals.items() if now < until}
         available = {
@@ -538,9 +522,9 @@ class ArrayDriver:
         self._commit()
         for record, (node_id, count) in zip(records, () if self._is_stopped else planned):
             host, order = self._starts.start(record, nodes[node_id], count)
-            self.hosts[record.number] = host
-            self._calls.pull(host.replica)
-            self._calls.order(host.replica, order)
+            self.hosts[host.number] = host
+            self._calls.pull(host)
+            self._calls.order(host, order)
         if self.hosts:
             self._tell_at = now + _TELL_S
         elif now >= self._tell_at:
@@ -551,23 +535,23 @@ class ArrayDriver:
 
     def _end(self, host: Host) -> None:
         """Let a host end what it runs; one that has not come up ends with its actor."""
-        if not host.replica.answers:
+        if not host.answers:
             self._drop(host)
             return
         host.state = HostState.ENDING
         host.deadline = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
-        self._order(host, "end")
+        self._calls.order(host, {"do": "end"})
 
     def _drop(self, host: Host) -> None:
         """End the actor of a host of which nothing runs."""
-        self._ray.kill(host.replica.actor, no_restart=True)
-        host.replica.dead = True
-        del self.hosts[host.record.number]
+        self._ray.kill(host.actor, no_restart=True)
+        host.dead = True
+        del self.hosts[host.number]
 
     def _give_up(self, host: Host) -> None:
         """End the actor of a host: what it had may run until the contrary is proven."""
         self._drop(host)
-        self.dead.add(host.record.number)
+        self.dead.add(host.number)
 
     # ------------------------------------------------------------------ proof
 
@@ -583,7 +567,7 @@ class ArrayDriver:
             since = self._dead_since.setdefault(record.node_id, now)
             if not self._leases.held(number) or now >= since + node_dead_s():
                 # What had begun there, nobody knows.
-                self._leases.give_back_all(number, has_run=True)
+                self._leases.give_back(number)
                 self.dead.discard(number)
         for node_id, records in by_node.items():
             if node_id not in self._sweeps and now >= self._sweep_at.get(node_id, 0.0):
@@ -601,9 +585,7 @@ class ArrayDriver:
                 for row in ended:
                     self._leases.ended(number, row)
                 again = len(self._leases.held(number))
-                for lease in begun:
-                    self._leases.give_back(lease, number, has_run=True)
-                self._leases.give_back_all(number, has_run=False)
+                self._leases.give_back(number, begun)
                 if before:
                     say(
                         f"nothing of a dead host runs: of {before} elements, {before - again} had "
@@ -616,10 +598,6 @@ class ArrayDriver:
                 self._starts.forget(node_id, swept)
 
     # ------------------------------------------------------------------ the end
-
-    @property
-    def _is_stopped(self) -> bool:
-        return self._stopped_by is not None
 
     def _is_done(self) -> bool:
         """Whether all has ended; what dead hosts have left is not waited for without a bound."""
@@ -639,72 +617,14 @@ class ArrayDriver:
         if order == b"":
             say("this program's first process was killed; Ray ends what the array runs")
             os._exit(1)  # with the driver end its actors, and with them all processes
-        if order is not None:
-            self._stop("")
+        if order is not None and not self._is_stopped:
+            self._is_cancelled = True
+            self._stop()
 
-    def _stop(self, why: str) -> None:
+    def _stop(self) -> None:
         """End what runs, and lease no more."""
         if not self._is_stopped:
-            self._stopped_by = why
-            self._leases.is_ending = True
+            self._is_stopped = self._leases.is_ending = True
             for host in list(self.hosts.values()):
                 if host.state in (HostState.STARTING, HostState.READY):
                     self._end(host)
-
-
-class StatusFile:
-    """Files beside the job's log for clients: counts, and the states of all elements.
-
-    Nothing that the array does is decided by these files.
-
-    Args:
-        folder: of Ray's logs.
-        submission_id: of the job.
-    """
-
-    def __init__(self, folder: str, submission_id: str) -> None:
-        self._path = os.path.join(folder, status_file_name(submission_id))
-        self._states_path = os.path.join(folder, file_of(submission_id, STATES_FILE))
-        self._write_at = self._write_states_at = 0.0
-        self._tell_at = time.monotonic() + _TELL_S
-        self._seen = deque([(time.monotonic(), 0)], maxlen=_RATE_ROWS)
-
-    def write(self, progress: ArrayProgress, running: int, is_last: bool = False) -> None:
-        """Show where the array is, at most once a second before its end.
-
-        Args:
-            progress: of the elements.
-            running: how many slots are busy.
-            is_last: show the end.
-        """
-        now, ended = time.monotonic(), progress.ended_count
-        if now < self._write_at and not is_last:
-            return
-        self._write_at = now + _WRITE_S
-        self._seen.append((now, ended))
-        first_at, first = self._seen[0]
-        rate = (ended - first) / (now - first_at) if now > first_at else 0.0
-        remaining = progress.count - ended
-        rows: ArrayRows = {
-            "elements": progress.count,
-            "succeeded": progress.number(ElementState.SUCCEEDED),
-            "failed": progress.number(ElementState.FAILED),
-            "cancelled": progress.number(ElementState.CANCELLED),
-            "running": running,
-            "waiting": remaining - running,
-            "elements_per_s": round(rate, 3),
-            "left_s": round(remaining / rate, 1) if rate > 0 else None,
-            "failures": [*progress.failures],
-        }
-        if now >= self._tell_at and not is_last:
-            self._tell_at = now + _TELL_S
-            say(
-                f"{ended} of {progress.count} elements are over, {rows['failed']} failed; "
-                f"{rate:.3g} elements/s"
-            )
-        with suppress(OSError):  # a full disk: the array continues, and is not shown
-            write_file(self._path, json.dumps(rows))
-            if now >= self._write_states_at or is_last:
-                states = "".join(json.dumps(stretch) + "\n" for stretch in progress.stretches())
-                write_file(self._states_path, states)
-                self._write_states_at = now + _WRITE_S + _PAUSE * (time.monotonic() - now)

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import secrets
+from array import array
 from collections import deque
 from enum import IntEnum
 from itertools import chain, groupby
@@ -31,7 +32,34 @@ from ..files import open_own
 from ..node.output import say
 from ..spec import ArraySpec
 from ..status import JOURNAL_FILE, RESULTS_FILE, file_of, first_id
-from .elements_file import NAME, Elements
+
+
+class Elements:
+    """The elements of a file, read one by one; only their places are kept in memory.
+
+    The first line that is a JSON object is the header of the array. Every line behind it is an
+    element: its ``values`` by field; or, of tasks that differ, its ``name``, ``argv`` and ``env``,
+    or its ``name`` and ``template``, a configuration in Fiddle's JSON.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 lives as long as the driver
+        self._places = array("Q")
+        has_header, place = False, 0
+        for line in self._file:
+            if has_header and line.strip():
+                self._places.append(place)
+            has_header = has_header or line.startswith(b"{")
+            place += len(line)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Dict[str, Any]:
+        self._file.seek(self._places[index])
+        element: Dict[str, Any] = json.loads(self._file.readline())
+        return element
+
 
 #: Kinds of records: a host may start the element; it has ended with an exit code; it was not
 #: started, or its host is proven dead; the user does not want it; a host may start elements.
@@ -39,15 +67,7 @@ LEASED, ENDED, GIVEN_BACK, CANCELLED, HOST = range(1, 6)
 
 
 class Record(NamedTuple):
-    """A change of an element.
-
-    Attributes:
-        element: its index, from 0.
-        kind: ``LEASED``, ``ENDED``, ``GIVEN_BACK`` or ``CANCELLED``.
-        host: number of the host that has it.
-        attempt: of the element, from 1.
-        code: its exit code; of one that was given back, 1 if it may have begun.
-    """
+    """A change of an element; the code of one that was given back is 1 if it may have begun."""
 
     element: int
     kind: int
@@ -59,12 +79,7 @@ class Record(NamedTuple):
 class HostRecord(NamedTuple):
     """An element host, as it is written down before it may start anything.
 
-    Attributes:
-        number: of the host, over all drivers of the array.
-        kind: ``HOST``.
-        node_id: where it is.
-        tag: in the environment of all its processes.
-        run_dir: name of its run directory.
+    The tag is in the environment of all its processes.
     """
 
     number: int
@@ -77,11 +92,7 @@ class HostRecord(NamedTuple):
 class LinesFile:
     """A file to which whole lines are added by one writer, which has locked it.
 
-    Args:
-        path: of the file, which may hold lines of an earlier driver.
-
-    Raises:
-        PermissionError: the file is a link, or another user's.
+    It may hold lines of an earlier driver.
     """
 
     def __init__(self, path: str) -> None:
@@ -128,7 +139,7 @@ def read_records(path: str) -> Iterator[Record | HostRecord]:
 
 #: Lost hosts after which an element has failed: it may be what kills them.
 LOSSES_MAX = 3
-#: Failures that are kept with their reason, for ``status``.
+#: Failures that are kept with their reason, for ``status``, and that get a line in the log.
 _SHOWN_FAILURES = 20
 #: Exit code of an element whose hosts have died too often.
 LOST_CODE = 137
@@ -148,14 +159,7 @@ class ElementState(IntEnum):
 
 
 class Stretch(NamedTuple):
-    """Elements in a row about which the same is known.
-
-    Attributes:
-        first, last: their indices.
-        state: name of their state.
-        attempts: of each, so far.
-        code: exit code of the last attempt that has ended.
-    """
+    """Elements in a row with the same state, attempts, and exit code of the last one."""
 
     first: int
     last: int
@@ -167,15 +171,9 @@ class Stretch(NamedTuple):
 class ArrayProgress:
     """The state of all elements, which records alone change.
 
-    Args:
-        count: of the elements.
-        retries: further attempts of an element after a failure.
-        permanent_exit_codes: that no further attempt would change.
-
     Attributes:
         failures: the first ones: their indices, exit codes and reasons.
         has_run: an element has ended by itself.
-        attempts: of every element, so far.
         held: of every host the elements that it has, with their attempts.
     """
 
@@ -226,12 +224,7 @@ class ArrayProgress:
         return None
 
     def apply(self, record: Record, reason: str = "") -> bool:
-        """Take a record into account; false when the host has not got that attempt.
-
-        Args:
-            record: what has happened.
-            reason: how the element has ended, in words.
-        """
+        """Take a record into account; false when the host has not got that attempt."""
         index, kind, host, attempt, _ = record
         held = self.held.setdefault(host, {})
         if kind == LEASED:
@@ -312,21 +305,10 @@ _PER_SLOT_MAX = 64
 _WEIGHT = 0.1
 
 
-#: Failures that get a line in the log.
-_REPORTED_FAILURES = 20
-
-
 class Leases:
-    """The elements of one array, with its journal.
-
-    Args:
-        spec: the array.
-        path: of the file of its elements.
-        submission_id: of the job.
-        folder: of Ray's logs, where the journal lies.
+    """The elements of one array, with its journal in Ray's folder of logs.
 
     Attributes:
-        progress: of the elements.
         seconds: how long an element takes: the mean, newer ones weighing more.
         hosts: all that the array has ever had, by their numbers.
         is_ending: all that runs was told to end: failures are its doing.
@@ -348,7 +330,6 @@ class Leases:
                 self.hosts.append(record)
             else:
                 self.progress.apply(record)
-        self._has_names = any(kind == NAME for kind, *_ in spec.targets)
         self._reported = 0
 
     def held(self, host: int) -> Dict[int, int]:
@@ -375,7 +356,7 @@ class Leases:
         """Lease the next element to a host, which may hear of it after the next ``commit``.
 
         Returns:
-            Its index, its attempt and its values; ``None`` when none waits.
+            Its index, its attempt and its line; ``None`` when none waits.
         """
         record = self.progress.next_lease(host)
         if record is None:
@@ -383,26 +364,17 @@ class Leases:
         self._note(record)
         return [record.element, record.attempt, self._elements[record.element]]
 
-    def give_back(self, lease: Sequence[int], host: int, has_run: bool) -> bool:
-        """Let an element wait again that a host has not begun, or whose host is proven dead.
+    def give_back(self, host: int, begun: Optional[Sequence[Sequence[int]]] = None) -> None:
+        """Let all elements wait again of a host that is idle, or proven dead.
 
-        Returns:
-            Whether the host had it.
+        All may have begun, or those attempts that are given.
         """
-        element, attempt = lease
-        return self._note(Record(element, GIVEN_BACK, host, attempt, int(has_run)))
-
-    def give_back_all(self, host: int, has_run: bool) -> None:
-        """Let all elements of a host wait again, as ``give_back`` does."""
-        for lease in list(self.held(host).items()):
-            self.give_back(lease, host, has_run)
+        for element, attempt in list(self.held(host).items()):
+            may_have_begun = begun is None or [element, attempt] in begun
+            self._note(Record(element, GIVEN_BACK, host, attempt, int(may_have_begun)))
 
     def cancel(self, ranges: Sequence[Tuple[int, int]], only_waiting: bool) -> Set[Tuple[int, int]]:
-        """Let elements be cancelled that are not over.
-
-        Args:
-            ranges: first and last index of elements in a row.
-            only_waiting: leave those alone that a host has.
+        """Cancel elements that are not over, in ranges from a first to a last index.
 
         Returns:
             The attempts that hosts have, and that are to be ended.
@@ -421,20 +393,16 @@ class Leases:
         return wanted
 
     def ended(self, host: int, row: Sequence[Any]) -> bool:
-        """Note how an element has ended.
+        """Note how an element has ended; false when the host did not have it.
 
-        Args:
-            host: that had it.
-            row: its index, attempt, exit code, seconds, how it ended in words, and its result.
-
-        Returns:
-            Whether the host had it.
+        The row has its index, attempt, exit code, seconds, how it ended in words, and its result.
         """
         element, attempt, code, seconds, reason = row[:5]
         if self.is_ending and code:  # another attempt of the array runs it again
-            return self.give_back(row[:2], host, has_run=False)
-        if code and self._has_names:
-            reason = f"{self._elements[element][0]}: {reason}"
+            return self._note(Record(element, GIVEN_BACK, host, attempt))
+        name = self._elements[element].get("name") if code else ""
+        if name:
+            reason = f"{name}: {reason}"
         if not self._note(Record(element, ENDED, host, attempt, code), reason):
             return False
         if len(row) > 5:
@@ -443,18 +411,14 @@ class Leases:
         if state is not ElementState.CANCELLED:
             mean = seconds if self.seconds is None else self.seconds
             self.seconds = mean + _WEIGHT * (seconds - mean)
-            if code and self._reported < _REPORTED_FAILURES:
+            if code and self._reported < _SHOWN_FAILURES:
                 self._reported += 1
                 again = "; it is tried again" if state is ElementState.WAITING else ""
                 say(f"element {element} has failed: {reason}{again}")
         return True
 
     def commit(self) -> None:
-        """Write down what has changed, and return when the disk has it.
-
-        Raises:
-            OSError: the disk is full; the next call writes it.
-        """
+        """As ``LinesFile.commit``."""
         self._results.commit()  # first: no later driver would ask for them again
         self._journal.commit()
 

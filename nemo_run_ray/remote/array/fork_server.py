@@ -3,9 +3,8 @@
     serve <elements> <socket>     imports everything, then forks a process for each order
     once <elements> <order>       imports everything, and runs one element
 
-An order is JSON: the element's ``fields`` and ``env``, its own ``template`` if it has one, and the
-path for its ``result``. From a socket it comes as one packet, with its ``key`` and the
-descriptor of the output.
+An order is JSON: the element's line of the file, and the path for its ``result``. From a socket it
+comes as one packet, with its ``key``, the variables as ``env`` and the descriptor of the output.
 
 The interpreter runs this file, which imports itself, so that ``__main__`` is empty: there
 NeMo-Run puts what the user's script has defined, and a process that an element starts by ``spawn``
@@ -23,7 +22,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
 import types
 from contextlib import suppress
@@ -38,8 +36,6 @@ PACKET_MAX = 2**17
 #: Characters of a result that is kept.
 RESULT_MAX = 2**16
 _PR_SET_CHILD_SUBREAPER = 36
-#: Seconds after which no more of the tasks' configurations are imported before the first element.
-_IMPORT_S = 10.0
 
 
 def main(argv: list[str]) -> None:
@@ -47,15 +43,17 @@ def main(argv: list[str]) -> None:
     path = Path(elements)
     with path.open("rb") as file:
         header = json.loads(next(line for line in file if line.startswith(b"{")))
-    root = path.parent.parent.parent
-    main_ended = _load_main(root) if (root / "__main__.py").exists() else ""
-    template = header.get("template") and _load(header["template"], main_ended)
-    if how == "once":
-        _run(template, json.loads(last), main_ended)
-    channel = socket.socket(fileno=int(last))
-    os.set_inheritable(channel.fileno(), False)
-    if template is None:
-        _import_tasks(path)
+        root = path.parent.parent.parent
+        main_ended = _load_main(root) if (root / "__main__.py").exists() else ""
+        template = header.get("template") and _load(header["template"], main_ended)
+        if how == "once":
+            _run(template, json.loads(last), main_ended)
+        channel = socket.socket(fileno=int(last))
+        os.set_inheritable(channel.fileno(), False)
+        if template is None:  # each task has its own; one that is broken fails with its element
+            for line in file:
+                with suppress(BaseException):
+                    _load(json.loads(line)["template"], "")
     _serve(channel, template, main_ended)
 
 
@@ -88,21 +86,6 @@ def _load(text: str, main_ended: str) -> Any:
         raise ImportError(f"{what}. {main_ended}") from error
 
 
-def _import_tasks(path: Path) -> None:
-    """Import what the configurations of tasks name that differ, as far as there is time for it."""
-    from fiddle.experimental.serialization import load_json
-
-    until = time.monotonic() + _IMPORT_S
-    with path.open("rb") as file:
-        for line in file:
-            if time.monotonic() >= until:
-                return
-            task = json.loads(line)[1] if line.startswith(b"[") else None
-            if isinstance(task, str):
-                with suppress(BaseException):  # the element itself fails with it, and says why
-                    load_json(task)
-
-
 def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
     """Fork a process for each order until the host has closed the socket."""
     names = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
@@ -131,7 +114,8 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
         if code < 0:
             return  # killed: the host starts another server, and asks that for what has not begun
         if code:
-            _send(channel, at="full", key=order["key"], reason=os.strerror(code))
+            reason = f"exit code 126: node {socket.gethostname()} could not start a process for it"
+            _send(channel, at="failed", key=order["key"], reason=f"{reason}: {os.strerror(code)}")
 
 
 def _fork_element(
@@ -180,7 +164,38 @@ def _become_element(channel: socket.socket, order: dict[str, Any], output: int) 
 
 def _run(template: Any, order: dict[str, Any], main_ended: str) -> NoReturn:
     """Run an element and leave."""
-    code = _code_of(template, order, main_ended)
+    code = 0
+    try:
+        import fiddle as fdl
+        from fiddle.history import suspend_tracking
+
+        if "template" in order:
+            template = _load(order["template"], main_ended)
+        with suspend_tracking():  # which walks the stack for each value that is set
+            for path, value in order.get("values", {}).items():
+                *parents, last = path.split(".")
+                target = template
+                for name in parents:
+                    is_list = isinstance(target, list)
+                    target = target[int(name)] if is_list else getattr(target, name)
+                if isinstance(target, list):
+                    target[int(last)] = value
+                else:
+                    setattr(target, last, value)
+        value = fdl.build(template)()
+        with suppress(TypeError, ValueError, RecursionError):  # else it is for the element alone
+            text = json.dumps(value)
+            if value is not None and len(text) <= RESULT_MAX:
+                Path(order["result"]).write_text(text, encoding="utf-8")
+    except SystemExit as error:
+        if not isinstance(error.code, (int, type(None))):
+            print(error.code, file=sys.stderr)
+            code = 1
+        else:
+            code = (error.code or 0) & 0xFF
+    except BaseException:  # an element's own, of any kind
+        traceback.print_exc()
+        code = 1
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -188,45 +203,6 @@ def _run(template: Any, order: dict[str, Any], main_ended: str) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(code)
-
-
-def _code_of(template: Any, order: dict[str, Any], main_ended: str) -> int:
-    """Run an element; its exit code."""
-    try:
-        import fiddle as fdl
-
-        if order["template"]:
-            template = _load(order["template"], main_ended)
-        _set(template, order["fields"])
-        value = fdl.build(template)()
-        with suppress(TypeError, ValueError, RecursionError):  # else it is for the element alone
-            text = json.dumps(value)
-            if value is not None and len(text) <= RESULT_MAX:
-                Path(order["result"]).write_text(text, encoding="utf-8")
-    except SystemExit as error:
-        if isinstance(error.code, (int, type(None))):
-            return (error.code or 0) & 0xFF
-        print(error.code, file=sys.stderr)
-        return 1
-    except BaseException:  # an element's own, of any kind
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def _set(template: Any, fields: dict[str, Any]) -> None:
-    from fiddle.history import suspend_tracking
-
-    with suspend_tracking():  # which walks the stack for each value that is set
-        for path, value in fields.items():
-            *parents, last = path.split(".")
-            target = template
-            for name in parents:
-                target = target[int(name)] if isinstance(target, list) else getattr(target, name)
-            if isinstance(target, list):
-                target[int(last)] = value
-            else:
-                setattr(target, last, value)
 
 
 def _send(channel: socket.socket, **values: Any) -> None:

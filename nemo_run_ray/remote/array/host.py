@@ -8,7 +8,6 @@ one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``run``,
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import select
@@ -19,19 +18,7 @@ import subprocess
 import time
 from collections import deque
 from contextlib import suppress
-from typing import (
-    Any,
-    Deque,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NoReturn,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Deque, Dict, List, Mapping, NoReturn, Optional, Sequence, Set, Tuple
 
 from ..end_record import describe_exit
 from ..hosts.relay import Channel, become_supervised
@@ -48,7 +35,6 @@ from ..node.supervise import (
     signal_all,
     wake_at,
 )
-from .elements_file import ENV, ENVS, FIELD, TASK, WORD, WORDS
 from .fork_server import PACKET_MAX
 from .notes import Notes, forget
 
@@ -59,24 +45,18 @@ INDEX, ATTEMPT, SIZE = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT", "NEMO_RUN_ARR
 #: Variable that tells this host whose processes it has adopted.
 _MARK = "NEMO_RUN_RAY_ELEMENT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Seconds between two looks for processes that elements have left, and while nothing runs.
-_LOOK_S, _IDLE_S = 0.5, 60.0
-#: Seconds for a node without room to have some, while nothing runs that may end.
-_FULL_S = 10.0
-#: Errors of a node that has no room for another process, or for its descriptors.
-_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-#: Reads of 64 KiB that empty a pipe: a process that hides may write without end.
-_PIPE_READS = 16
+#: Seconds between two looks for processes that elements have left.
+_LOOK_S = 0.5
 #: Exit codes of what is ended by SIGTERM and by SIGKILL.
 _TERMINATED, _KILLED = 143, 137
-#: Characters of one element's output that are passed on.
-OUTPUT_MAX = 16 * 2**20
 #: Characters of its last line that explain a failure.
 _LAST_MAX = 200
 #: The program that the task's interpreter runs.
 _PROGRAM = os.path.join(os.path.dirname(__file__), "fork_server.py")
 #: Deaths of the fork server in a row, before an element has begun, that are too many.
 _FALSE_STARTS_MAX = 5
+#: Elements that the fork server is asked for at a time: its socket has room for as many orders.
+_ASKED_MAX = 2
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -87,17 +67,15 @@ def main(argv: Sequence[str]) -> NoReturn:
 class HostProcess:
     """One host, in one loop without threads."""
 
-    def __init__(self, end: socket.socket, folder: str) -> None:
-        self._channel, self._folder = Channel(end), folder
-        self._place: Optional[Workspace] = None
+    def __init__(self, channel: Channel, folder: str) -> None:
+        self._channel, self._folder = channel, folder
+        self._place: Any = None  # a ``Workspace`` from the first order on
         self._fork_server: Optional[ForkServer] = None
         self._slots: List[Dict[str, str]] = []  # the variables of each that is free
-        self._waiting: Deque[Tuple[Lease, List[Any]]] = deque()  # with their values
+        self._waiting: Deque[Tuple[Lease, Dict[str, Any]]] = deque()  # with their lines
         self._running: List[RunningElement] = []
         self._orphans = Orphans()
-        self._look_at = self._watch_until = 0.0
-        self._full_since: Optional[float] = None
-        self._grace_s = 0.0
+        self._look_at = self._grace_s = 0.0
         self._may_begin, self._is_ending, self._is_leaving = True, False, False
 
     def serve(self) -> None:
@@ -131,33 +109,20 @@ class HostProcess:
             self._place.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def fail(self, words: str) -> None:
-        """Report that this process cannot continue."""
-        self._channel.report("failed", reason=words)
-        self._channel.send_all()
-
-    @property
-    def _can_start(self) -> bool:
-        is_ready = self._fork_server is None or self._fork_server.is_ready
-        is_full = self._full_since is not None and self._running
-        return self._may_begin and bool(self._waiting and self._slots) and is_ready and not is_full
-
     def _wait(self, wake: int) -> Set[int]:
         """The descriptors that are ready, or have ended."""
         poll = select.poll()
-        poll.register(
-            self._channel.fileno(), select.POLLIN | select.POLLOUT * self._channel.has_unsent
-        )
-        fds = [wake] if self._fork_server is None else [wake, self._fork_server.fileno()]
-        if not self._channel.is_full:
-            fds += [element.fd for element in self._running if element.fd is not None]
-        for fd in fds:
-            poll.register(fd, select.POLLIN)
-        idle_s = _LOOK_S if self._running or time.monotonic() < self._watch_until else _IDLE_S
-        is_busy = self._is_ending or self._orphans or self._can_start
-        if is_busy or any(element.is_ending for element in self._running):
-            idle_s = ROUND_S
-        return {fd for fd, _ in poll.poll(idle_s * 1000)}
+        writing = select.POLLOUT if self._channel.unsent else 0
+        poll.register(self._channel.fileno(), select.POLLIN | writing)
+        poll.register(wake, select.POLLIN)
+        if self._fork_server is not None:
+            poll.register(self._fork_server.fileno(), select.POLLIN)
+        for element in self._running:
+            if element.fd is not None and not self._channel.is_full:
+                poll.register(element.fd, select.POLLIN)
+        is_busy = self._is_ending or bool(self._orphans.pids)
+        is_busy = is_busy or any(element.is_ending for element in self._running)
+        return {fd for fd, _ in poll.poll(1000 * (ROUND_S if is_busy else _LOOK_S))}
 
     # ------------------------------------------------------------------ orders
 
@@ -166,8 +131,8 @@ class HostProcess:
         if kind == "prepare":
             self._prepare(order)
         elif kind == "run":
-            for index, attempt, values in order["elements"]:
-                self._waiting.append(((index, attempt), values))
+            for index, attempt, line in order["elements"]:
+                self._waiting.append(((index, attempt), line))
         elif kind == "cancel":  # those that are not here any more are left alone
             wanted = set(map(tuple, order["elements"]))
             for lease in [lease for lease, _ in self._waiting if lease in wanted]:
@@ -200,105 +165,57 @@ class HostProcess:
         self._slots = slots_of(order["slots"], order["gpus"])
         self._channel.report("prepared")
 
+    def _cannot_begin(self, words: str) -> None:
+        self._may_begin = False
+        self._channel.report("unprepared", words=words)
+
     # ------------------------------------------------------------------ starts
 
-    def _start(self, lease: Lease, values: List[Any]) -> bool:
-        """Start an element; false when there is no room for it now, or the fork server is busy."""
+    def _start(self, lease: Lease, line: Dict[str, Any]) -> None:
         self._notes.add(lease)
-        element = RunningElement(lease, values, self._slots.pop())
+        element = RunningElement(lease, line, self._slots.pop())
         self._running.append(element)
-        try:
-            if self._begin(element):
-                return True
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            self._is_full(element, str(error.strerror))
-        else:
-            self._unstarted(element)
-        return False
-
-    def _begin(self, element: RunningElement) -> bool:
-        """Start an element; false when the fork server does not take it now.
-
-        Raises:
-            OSError: the node has no room for another process.
-        """
-        place, (index, attempt) = self._place, element.lease
-        assert place is not None
-        argv = list(place.role.task.argv) if self._order["runs"] == "command" else []
-        env = {**element.slot, INDEX: str(index), ATTEMPT: str(attempt)}
-        env |= {SIZE: str(self._order["count"]), _MARK: f"{index}/{attempt}"}
-        message: Dict[str, Any] = {"fields": {}, "template": "", "result": self._result_of(element)}
-        for (kind, *name), value in zip(self._order["targets"], element.values):
-            if kind == ENV:
-                env[name[0]] = value
-            elif kind == ENVS:
-                env.update(value)
-            elif kind == WORD:
-                argv[name[1]] = value
-            elif kind == WORDS:
-                argv[name[1] :] = value
-            elif kind == FIELD:
-                message["fields"][name[0]] = value
-            elif kind == TASK and isinstance(value, str):
-                message["template"] = value
-            elif kind == TASK:
-                argv = value
+        order, place, (index, attempt) = self._order, self._place, lease
+        argv: List[str] = line.get("argv") or []
+        env = {**element.slot, INDEX: str(index), ATTEMPT: str(attempt), SIZE: str(order["count"])}
+        env.update({_MARK: f"{index}/{attempt}", **line.get("env", {})})
+        if order["runs"] == "command" and not argv:
+            argv = list(place.role.task.argv)
+            for field, value in line["values"].items():
+                kind, _, part = field.partition(".")
+                if kind == "env":
+                    env[part] = value
+                elif part:
+                    argv[order["args_at"] + int(part)] = value
+                else:
+                    argv[order["args_at"] :] = value
+        message = {**line, "result": self._result_of(element)}
         if argv:
             element.start(*place.command(argv, env))
-        elif self._fork_server is None:
+        elif self._fork_server is not None:
+            self._fork_server.ask(element, {**message, "env": place.variables(env)})
+        else:
             once = ["python", _PROGRAM, "once", self._elements, json.dumps(message)]
             element.start(*place.command(once, env))
-        else:
-            return self._fork_server.ask(element, {**message, "env": place.variables(env)})
-        return True
 
     def _result_of(self, element: RunningElement) -> str:
         """The file in which an element leaves its result."""
-        assert self._place is not None
         return os.path.join(self._place.root, f"result-{element.lease[0]}")
-
-    def _unstarted(self, element: RunningElement) -> None:
-        """Let an element wait again that no process has begun."""
-        self._running.remove(element)
-        self._slots.append(element.slot)
-        element.close()
-        if element.is_ending:
-            self._report_end(_cancelled(element.lease))
-        else:
-            self._waiting.appendleft((element.lease, element.values))
-
-    def _is_full(self, element: RunningElement, reason: str) -> None:
-        """Wait until something has ended; where nothing runs, try again for a while."""
-        self._unstarted(element)
-        self._full_since = self._full_since or time.monotonic()
-        if not self._running:
-            time.sleep(ROUND_S)  # a fork server refuses at once
-            if time.monotonic() >= self._full_since + _FULL_S:
-                name = socket.gethostname()
-                self._cannot_begin(f"node {name} has no room for another process: {reason}")
-
-    def _cannot_begin(self, reason: str) -> None:
-        self._may_begin = False
-        self._channel.report("unprepared", reason=reason)
 
     # ------------------------------------------------------------------ ends
 
     def step(self, ready: Set[int]) -> None:
-        """Do all that can be done now.
-
-        Args:
-            ready: the descriptors that are readable.
-        """
+        """Do all that can be done now; some descriptors are readable."""
         for element in self._running:
             if element.fd in ready:
                 self._report_text(element, element.read())
         self._reap()
         self._end_what_is_over(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the loop.
-        while self._can_start and self._start(*self._waiting.popleft()):
-            pass
+        while self._may_begin and self._waiting and self._slots:
+            if self._fork_server is not None and not self._fork_server.is_free:
+                break
+            self._start(*self._waiting.popleft())
         if self._is_ending and not self._running:
             self._stop_forking()
             if not descendants():
@@ -318,16 +235,6 @@ class HostProcess:
         if text:
             self._channel.report("text", element=element.lease[0], text=text)
 
-    def _hear(self) -> None:
-        server = self._fork_server
-        if server is None:
-            return
-        for element, reason in server.hear():
-            self._is_full(element, reason)
-        if server.obstacles:
-            self._channel.report("obstacles", obstacles=server.obstacles)
-            self._stop_forking()
-
     def _stop_forking(self) -> None:
         """Let each further element have an interpreter of its own."""
         if self._fork_server is not None:
@@ -336,20 +243,32 @@ class HostProcess:
 
     def _reap(self) -> None:
         codes = dict(collect())
-        self._hear()  # after that: what has ended has said before that it begins
         server = self._fork_server
-        if server is not None and server.pid in codes:
-            for element in server.died():
-                self._unstarted(element)
-            self._fork_server = None
-            reason = server.restart(codes[server.pid]) if self._may_begin else ""
-            if reason:
-                self._cannot_begin(reason)
-            elif self._may_begin:
-                self._fork_server = server
+        if server is not None:
+            server.hear()  # after that: what has ended has said before that it begins
+            if server.obstacles:
+                self._channel.report("obstacles", obstacles=server.obstacles)
+                self._stop_forking()
+            elif server.pid in codes:
+                for element in server.died():
+                    self._unstarted(element)
+                if self._may_begin and (words := server.restart(codes[server.pid])):
+                    self._cannot_begin(words)
+                if not self._may_begin:
+                    self._fork_server = None
         for element in self._running:
             if element.pid in codes and element.code is None:
                 element.ended(codes[element.pid])
+
+    def _unstarted(self, element: RunningElement) -> None:
+        """Let an element wait again that no process has begun."""
+        self._running.remove(element)
+        self._slots.append(element.slot)
+        element.close()
+        if element.is_ending:
+            self._report_end(_cancelled(element.lease))
+        else:
+            self._waiting.appendleft((element.lease, element.line))
 
     def _end_what_is_over(self, now: float) -> None:
         over = [element for element in self._running if element.code is not None]
@@ -363,13 +282,11 @@ class HostProcess:
         for element in over:
             if not self._orphans.has(element.lease):  # it has ended when what it has left has
                 self._running.remove(element)
-                self._watch_until = now + 2 * _LOOK_S  # for what has left its group
                 self._ended(element)
         for element in self._running:
             element.kill_late(now)
 
     def _ended(self, element: RunningElement) -> None:
-        self._full_since = None
         self._report_text(element, element.close())
         self._slots.append(element.slot)
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
@@ -403,21 +320,15 @@ def slots_of(count: int, gpus: float) -> List[Dict[str, str]]:
 
 
 class RunningElement:
-    """An element in its slot.
-
-    Args:
-        lease: its index, and which attempt it is.
-        values: one for each target.
-        slot: the variables of its slot.
+    """An element in a slot, with its line of the file and the slot's variables.
 
     Attributes:
         pid: of its first process; ``None`` until that has begun.
         fd: the read end of its output; ``None`` after the output's end.
-        code: its exit code.
     """
 
-    def __init__(self, lease: Lease, values: List[Any], slot: Dict[str, str]) -> None:
-        self.lease, self.values, self.slot = lease, values, slot
+    def __init__(self, lease: Lease, line: Dict[str, Any], slot: Dict[str, str]) -> None:
+        self.lease, self.line, self.slot = lease, line, slot
         self.pid: Optional[int] = None
         self.fd: Optional[int] = None
         self.code: Optional[int] = None
@@ -426,7 +337,6 @@ class RunningElement:
         self._kill_at: Optional[float] = None
         self._began = time.monotonic()
         self._lines = Lines()
-        self._passed_on = 0
         self._last = ""
 
     def pipe(self) -> int:
@@ -436,18 +346,12 @@ class RunningElement:
         return write_end
 
     def start(self, words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        """Start its command; one that cannot be started has ended.
-
-        Raises:
-            OSError: the node has no room for another process.
-        """
+        """Start its command; one that cannot be started has ended."""
         write_end = self.pipe()
         try:
             self.pid = _start(words, env, cwd, write_end)
         except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) in _NO_ROOM:
-                raise
-            self.code, self._reason = explain_start(words, env, cwd, error)
+            self.ended(*explain_start(words, env, cwd, error))
         finally:
             os.close(write_end)
 
@@ -465,28 +369,22 @@ class RunningElement:
             self.fd = None
         text = self._lines.take(data)
         self._last = text.rstrip().rpartition("\n")[2].strip() or self._last
-        remaining = OUTPUT_MAX - self._passed_on
-        self._passed_on += len(text)
-        if len(text) <= remaining:
-            return text
-        if remaining < 0:
-            return ""
-        return f"{text[:remaining]}\nnemo_run_ray: no more of its output is passed on\n"
+        return text
 
     def close(self) -> str:
-        """Read what is there, and no more; the last lines."""
+        """Read what a pipe has room for, and no more: who hides may write without end."""
         text = ""
         with suppress(BlockingIOError):
-            for _ in range(_PIPE_READS):
-                text += self.read()
+            text = self.read()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
         return text + self._lines.take(b"")
 
-    def ended(self, code: int) -> None:
-        """Note the exit code."""
-        self.code, self.seconds = code, time.monotonic() - self._began
+    def ended(self, code: int, reason: str = "") -> None:
+        """Note the exit code, and why it could not be started."""
+        self.code, self._reason = code, reason
+        self.seconds = time.monotonic() - self._began
 
     @property
     def is_ending(self) -> bool:
@@ -524,51 +422,46 @@ class RunningElement:
 class ForkServer:
     """The process of ``fork_server.py`` as its host knows it. A killed one is started again.
 
-    Args:
-        place: of the host.
-        elements: path of the elements' file on this node.
-
     Attributes:
-        pid: of the process.
-        is_ready: it has imported everything.
-        obstacles: what its imports have begun that a fork does not have, until the host takes it.
-
-    Raises:
-        OSError: it cannot be started.
+        obstacles: what its imports have begun that a fork does not have.
     """
 
     def __init__(self, place: Workspace, elements: str) -> None:
         self._place, self._elements = place, elements
-        self._channel: socket.socket
         self._log = os.path.join(place.root, "fork_server.log")
-        self._asked: Dict[int, RunningElement] = {}  # until they have begun
-        self._key = self._false_starts = 0
+        self._asked: Dict[int, RunningElement] = {}  # by their indices, until they have begun
+        self._false_starts = 0
         self.obstacles: List[str] = []
         self._start()
+
+    def _start(self) -> None:
+        self._is_ready = False
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        argv = ["python", _PROGRAM, "serve", self._elements, str(theirs.fileno())]
+        with theirs, open(self._log, "ab") as output:
+            command = self._place.command(argv, {})
+            self.pid = _start(*command, output.fileno(), [theirs.fileno()])
 
     def fileno(self) -> int:
         return self._channel.fileno()
 
-    def ask(self, element: RunningElement, message: Dict[str, Any]) -> bool:
-        """Ask for a process for an element; false when the server is busy, or has died."""
-        write_end = element.pipe()
-        try:
-            data = json.dumps({"key": self._key, **message}).encode()
+    @property
+    def is_free(self) -> bool:
+        """Whether it has imported everything, and can be asked for an element."""
+        return self._is_ready and len(self._asked) < _ASKED_MAX
+
+    def ask(self, element: RunningElement, message: Dict[str, Any]) -> None:
+        """Ask for a process for an element."""
+        key, write_end = element.lease[0], element.pipe()
+        self._asked[key] = element
+        data = json.dumps({"key": key, **message}).encode()
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has died, as is heard soon
             socket.send_fds(self._channel, [data], [write_end])
-        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
-            return False
-        finally:
-            os.close(write_end)
-        self._asked[self._key] = element
-        self._key += 1
-        return True
+        os.close(write_end)
 
-    def hear(self) -> Iterator[Tuple[RunningElement, str]]:
-        """Read what the server and its forks say, and note it of their elements.
-
-        Yields:
-            An element for which there was no room, and the reason.
-        """
+    def hear(self) -> None:
+        """Read what the server and its forks say, and note it of their elements."""
         while True:
             try:
                 data = self._channel.recv(PACKET_MAX)
@@ -579,58 +472,45 @@ class ForkServer:
             if not data:
                 return
             message = json.loads(data)
-            kind, key = message["at"], message.get("key")
-            if kind == "ready":
-                self.is_ready, self.obstacles = True, message["obstacles"]
-            elif kind == "begun":
+            if message["at"] == "ready":
+                self._is_ready, self.obstacles = True, message["obstacles"]
+            elif message["key"] not in self._asked:
+                continue  # it has begun, and was killed at once
+            elif message["at"] == "begun":
                 self._false_starts = 0
-                self._asked.pop(key).has_begun(message["pid"])
-            elif key in self._asked:
-                yield self._asked.pop(key), message["reason"]
+                self._asked.pop(message["key"]).has_begun(message["pid"])
+            else:
+                self._asked.pop(message["key"]).ended(126, message["reason"])
 
     def died(self) -> List[RunningElement]:
-        """Take leave of a process that was collected; its forks that have begun continue.
+        """The elements that a process that was collected has not begun, the last one first.
 
-        Returns:
-            The elements that have not begun, and never will, the last one first.
+        None of them begins any more; those that have begun continue.
         """
         self._channel.shutdown(socket.SHUT_RD)  # no fork begins that cannot say so
-        unstarted = [element for element, _ in self.hear()]
-        unstarted += self._asked.values()
+        self.hear()
+        unstarted = list(self._asked.values())[::-1]
         self._asked.clear()
         self._channel.close()
-        return unstarted[::-1]
+        return unstarted
 
     def restart(self, code: int) -> str:
         """Start another process in the place of one that has died with an exit code.
 
-        Returns:
-            Why not: it fails at its imports, is killed again and again before an element has begun,
-            or cannot be started now.
+        If it fails at its imports, or is killed again and again before an element has begun, the
+        answer is why.
         """
         self._false_starts += 1
-        if not (code > 128 or self.is_ready) or self._false_starts > _FALSE_STARTS_MAX:
+        if not (code > 128 or self._is_ready) or self._false_starts > _FALSE_STARTS_MAX:
             with open(self._log, encoding="utf-8", errors="replace") as file:
                 return file.read()[-4000:].strip() or f"its process ended with exit code {code}"
-        try:
-            self._start()
-        except OSError as error:
-            return f"its process cannot be started again: {error}"
+        self._start()
         return ""
 
     def stop(self) -> None:
         """End the process; those that it has forked continue."""
         kill(self.pid, signal.SIGTERM)
         self._channel.close()
-
-    def _start(self) -> None:
-        self.is_ready = False
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.setblocking(False)
-        argv = ["python", _PROGRAM, "serve", self._elements, str(theirs.fileno())]
-        with theirs, open(self._log, "ab") as output:
-            command = self._place.command(argv, {})
-            self.pid = _start(*command, output.fileno(), [theirs.fileno()])
 
 
 def _start(
@@ -653,15 +533,15 @@ def _start(
 
 
 class Orphans:
-    """Processes that this host has adopted from elements; they end when the element is over."""
+    """Processes that this host has adopted from elements; they end when the element is over.
+
+    Attributes:
+        pids: when each is killed; infinity until it has SIGTERM.
+    """
 
     def __init__(self) -> None:
-        self._kill_at: Dict[int, float] = {}
+        self.pids: Dict[int, float] = {}
         self._marks: Set[bytes] = set()
-        self._unmarked: Set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._kill_at or self._unmarked)
 
     def has(self, lease: Lease) -> bool:
         """Whether the last look has found one of this element, or one that may be.
@@ -671,15 +551,10 @@ class Orphans:
         return bool(self._marks & {mark_of(lease), b""})
 
     def look(self, running: Sequence[Lease], groups: Set[int], now: float, grace_s: float) -> None:
-        """Find those of elements whose first process has ended, and end them.
+        """Find those of elements whose first process has ended, and end them at the second look.
 
-        One without a mark must be there at two looks: during an execve no process shows its mark.
-
-        Args:
-            running: the elements whose first process has not ended.
-            groups: their process groups, and that of the fork server.
-            now: the time.
-            grace_s: seconds from SIGTERM to SIGKILL.
+        At one look it may be a running element's: during an execve no process shows its mark. The
+        groups are those of running elements and of the fork server.
         """
         active = set(map(mark_of, running))
         found: Dict[int, bytes] = {}
@@ -690,15 +565,15 @@ class Orphans:
                     if mark not in active and os.getpgid(pid) not in groups:
                         found[pid] = mark
         self._marks = set(found.values())
-        unmarked = {pid for pid, mark in found.items() if not mark}
-        new, self._unmarked = unmarked - self._unmarked - set(self._kill_at), unmarked
-        before, self._kill_at = self._kill_at, {}
-        for pid in [pid for top in found if top not in new for pid in (top, *descendants(top))]:
-            self._kill_at[pid] = before.get(pid, now + grace_s)
-            if pid not in before:
+        before, self.pids = self.pids, dict.fromkeys(found, float("inf"))
+        for pid in [pid for top in found if top in before for pid in (top, *descendants(top))]:
+            kill_at = before.get(pid, float("inf"))
+            if kill_at == float("inf"):
+                kill_at = now + grace_s
                 kill(pid, signal.SIGTERM)
-            elif now >= before[pid]:
+            elif now >= kill_at:
                 kill(pid, signal.SIGKILL)
+            self.pids[pid] = kill_at
 
 
 def _children() -> List[int]:

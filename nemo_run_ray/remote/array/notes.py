@@ -30,11 +30,7 @@ _CLEAN_LOOKS = 2
 
 
 class Notes:
-    """The notes of one host, in a file beside its run directory: what has begun, what has ended.
-
-    Args:
-        run_dir: name of the run directory, which must be there.
-    """
+    """The notes of one host, in a file beside its run directory, which must be there."""
 
     def __init__(self, run_dir: str) -> None:
         path = _path_in(run_dirs(tempfile.gettempdir()), run_dir)

@@ -7,33 +7,23 @@ replica one actor starts its process and passes its reports back.
 from __future__ import annotations
 
 import json
-import logging
+import math
 import os
 import random
 import secrets
-import signal
-import socket
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from ..files import write_file
 from ..fit import Node, ResourceRequest, amounts_text, fits, hosts, nodes_of, slots, why_not
-from ..hosts.actors import (
-    Actors,
-    ReplicaHandle,
-    ReplicaId,
-    forget_runtime_env,
-    name,
-    prepare_order,
-)
-from ..hosts.calls import Answer, Calls, Died, Pulled
+from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, name
+from ..hosts.calls import Calls
 from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
-from ..spec import RENDEZVOUS, GroupRows, GroupSpec, env_key, status_file_name
+from ..spec import RENDEZVOUS, GroupRows, GroupSpec, RoleSpec, env_key, status_file_name
 from ..status import Phase, Reason, ReplicaState
 from . import machine
 from .machine import Event, Group, Kind, Replica
@@ -66,10 +56,10 @@ class _Driver:
         self._runner = runner
         self._spec = spec
         self._submission_id = submission_id
-        self._job = job
-        self._secrets = take_secrets(spec.secrets)
-        self._config = forget_runtime_env()
-        self._handles: dict[ReplicaId, ReplicaHandle] = {}
+        self._runner.left_on = None  # until all nodes have confirmed it
+        self._actors = Actors(job, take_secrets(spec.secrets))
+        self._ray = self._actors.ray
+        self._calls = Calls(self._ray)
         self._watch_at = self._tell_at = self._placed_at = 0.0
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
         self._rows_path = os.path.join(folder, status_file_name(submission_id))
@@ -81,9 +71,6 @@ class _Driver:
         )
 
     def run(self) -> int:
-        self._runner.left_on = None  # until all nodes have confirmed it
-        self._ray = connect()
-        self._calls = Calls(self._ray)
         room = PlacementGroup(self._ray, self._spec)
         try:
             while self._group.phase is Phase.PLACING:
@@ -98,9 +85,11 @@ class _Driver:
                 self._turn()
         finally:
             # An actor that never answered has not started anything, or ends it with its own end.
-            living = [one for one in self._handles.values() if one.answers and not one.dead]
-            lost = any(one.life is ReplicaState.LOST for one in self._group.replicas.values())
-            all_ended = self._calls.close(living) and not lost
+            replicas = self._group.replicas.values()
+            handles = [one.handle for one in replicas if one.handle is not None]
+            living = [one for one in handles if one.answers and not one.dead]
+            has_lost = any(one.life is ReplicaState.LOST for one in replicas)
+            all_ended = self._calls.close(living) and not has_lost
             room.leave()
             self._ray.shutdown()
         runner, outcome = self._runner, self._group.outcome
@@ -115,7 +104,6 @@ class _Driver:
     def _start_actors(self, room: PlacementGroup) -> None:
         mark = secrets.token_hex(8)
         nodes = iter(enumerate(room.nodes()))
-        actors = Actors(self._ray)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for role in self._spec.roles:
             names = []
@@ -123,8 +111,9 @@ class _Driver:
                 bundle, node = next(nodes)
                 tag = f"{self._submission_id}/{mark}.{bundle}"
                 run_dir, key = f"{self._submission_id}~{role.name}-{index}", (role.name, index)
-                handle = self._handles[key] = ReplicaHandle(key, role, node, tag, run_dir)
-                actors.start(handle, role.resources, strategy(room.group, bundle))
+                handle = ReplicaHandle(key, role, node, tag, run_dir)
+                self._group.replicas[key].handle = handle
+                self._actors.start(handle, role.resources, strategy(room.group, bundle))
                 self._calls.pull(handle)
                 names.append(node.host)
             say(f"{role.name} goes to {', '.join(dict.fromkeys(names))}")
@@ -135,35 +124,36 @@ class _Driver:
 
     def _turn(self) -> None:
         self._obey()
-        now = time.monotonic()
-        events: list[Event] = []
-        for handle in self._handles.values():
+        now, replicas = time.monotonic(), self._group.replicas.values()
+        for handle in [one.handle for one in replicas]:
             if handle.end_by is not None and now >= handle.end_by:
                 handle.end_by = None
                 # The node is away, or the kernel holds the processes.
-                events += losses(handle, "it did not end when told to, and was given up")
+                self._happened(lost(handle, "it did not end when told to, and was given up"))
         if self._group.phase is Phase.PREPARING and now >= self._watch_at:
             self._watch_at = now + _WATCH_S
             alive = {node.node_id for node in nodes_of(self._ray.nodes())}
-            replicas = self._group.replicas.values()
-            keys = [one.replica_id for one in replicas if one.life is ReplicaState.AWAITED]
-            waiting = [self._handles[key] for key in keys]
+            waiting = [one.handle for one in replicas if one.life is ReplicaState.AWAITED]
             for handle in waiting:
                 if handle.node.node_id not in alive:
-                    events += losses(handle, "the node died before the replica was prepared")
-                elif not handle.answers:
-                    events += own_python_failures(handle, now - self._placed_at)
+                    why = "the node died before the replica was prepared"
+                    self._happened(lost(handle, why))
+                elif not handle.answers and now >= self._placed_at + own_python_s(handle.role):
+                    words = (
+                        f"no worker on node {handle.node.host} ({handle.node.address}) has come up "
+                        f"by py_executable={handle.role.runtime_env['py_executable']!r}: it must "
+                        "exist on the node, and be able to import ray"
+                    )
+                    cause = Reason.RUNTIME_ENV
+                    self._happened(Event(Kind.UNPREPARED, handle.replica_id, words, cause=cause))
             if now >= self._tell_at and waiting:
                 self._tell_at = now + _TELL_S
                 texts = [f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8]]
                 say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
-        for event in events:
-            self._happened(event)
-        for answer in self._calls.answers():
-            for event in events_of(answer):
-                self._happened(event)
-            if isinstance(answer, Pulled):
-                self._calls.pull(answer.replica)
+        for handle, reports in self._calls.answers():
+            for report in reports:
+                if (happened := event_of(handle, report)) is not None:
+                    self._happened(happened)
 
     def _obey(self) -> None:
         order = self._runner.order()
@@ -176,7 +166,7 @@ class _Driver:
     # ------------------------------------------------------------------ what is done about it
 
     def _happened(self, event: Event) -> None:
-        before = self._group.phase
+        before, replicas = self._group.phase, self._group.replicas
         orders = self._group.step(event)
         phase = self._group.phase
         if before is not phase is Phase.ENDING and self._group.outcome is not None:
@@ -185,17 +175,16 @@ class _Driver:
             has_services = any(role.service for role in self._spec.roles)
             say("every service is ready; the primaries start" if has_services else "started")
         for order, replica_id in orders:
-            handle = self._handles[replica_id]
+            replica = replicas[replica_id]
+            handle = replica.handle
             values: dict[str, Any] = {}
             if order == machine.PREPARE:
-                values = prepare_order(handle, self._job, self._secrets, self._config)
+                values = self._actors.prepare_order(handle)
             elif order == machine.START:
-                handle.starts += 1
-                if handle.starts > 1:
-                    restarts = self._group.replicas[replica_id].restarts
-                    say(f"{name(replica_id)} is started again, {restarts} left")
-                addresses = {key: other.node.address for key, other in self._handles.items()}
-                ports = {key: other.ports for key, other in self._handles.items()}
+                if replica.restarts < handle.role.restarts:
+                    say(f"{name(replica_id)} is started again, {replica.restarts} left")
+                addresses = {key: one.handle.node.address for key, one in replicas.items()}
+                ports = {key: one.handle.ports for key, one in replicas.items()}
                 values = {"env": variables(self._spec, replica_id, addresses, ports)}
             else:
                 handle.end_by = time.monotonic() + handle.role.task.grace_s + _END_MARGIN_S
@@ -204,19 +193,18 @@ class _Driver:
 
     def _show(self, waits_for: str = "") -> None:
         """Write the group's state beside the job's log, where Ray's log API serves it."""
-        nodes = {key: handle.node for key, handle in self._handles.items()}
-        text = json.dumps(group_rows(self._group, nodes, waits_for))
+        text = json.dumps(group_rows(self._group, waits_for))
         if text != self._shown:
             self._shown = text
             with suppress(OSError):  # a full disk: the group continues, and its roles are not shown
                 write_file(self._rows_path, text)
 
 
-def group_rows(group: Group, nodes: Mapping[ReplicaId, Node], waits_for: str) -> GroupRows:
+def group_rows(group: Group, waits_for: str) -> GroupRows:
     """A group's state for ``status``: with the nodes of replicas, and why there is no room yet."""
     rows: GroupRows = {"phase": group.phase.value, "waits_for_room": waits_for, "roles": []}
-    for key, replica in group.replicas.items():
-        node = nodes.get(key) or Node("", "", "")
+    for replica in group.replicas.values():
+        node = replica.handle.node if replica.handle else Node("", "", "")
         rows["roles"].append(
             {
                 "role": replica.role,
@@ -231,22 +219,6 @@ def group_rows(group: Group, nodes: Mapping[ReplicaId, Node], waits_for: str) ->
             }
         )
     return rows
-
-
-def connect() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise RuntimeError(
-            f"{sys.executable} on node {socket.gethostname()} has no ray, which a group needs"
-        ) from error
-    ray.init(
-        address=os.environ.get("RAY_ADDRESS", "auto"),
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray's handler would leave at once
-    return ray
 
 
 # ---------------------------------------------------------------------- room
@@ -400,60 +372,39 @@ def _asked(spec: GroupSpec) -> dict[str, float]:
 # ---------------------------------------------------------------------- reports
 
 
-def events_of(answer: Answer) -> Iterator[Event]:
-    """Turn an answer into events, and write what the replicas have printed into the log."""
-    handle = answer.replica
-    if isinstance(answer, Died):
-        yield from losses(handle, answer.words, answer.cause or Reason.NOT_STARTED)
-        return
-    if handle.node.node_id != answer.node_id:
-        yield from losses(handle, f"Ray has moved the replica to the node {answer.node_id}")
-    for report in answer.reports[handle.seen - answer.first :]:
-        handle.seen += 1
-        yield from events_of_report(handle, json.loads(report))
+def lost(handle: ReplicaHandle, why: str, cause: Reason = Reason.NODE_DIED) -> Event:
+    """The event of a replica that is lost; the cause counts while it is awaited.
 
-
-def losses(handle: ReplicaHandle, why: str, cause: Reason = Reason.NOT_STARTED) -> list[Event]:
-    """The events of a replica that is lost.
-
-    A dead actor means that a replica which is awaited still cannot be prepared, for Ray's own
-    reason: a runtime_env that cannot be built, an image that does not exist. For other replicas the
-    machine ignores that event.
+    A worker that never came up has one of Ray's own: a runtime_env that cannot be built, an image
+    that does not exist.
     """
-    where = f"node {handle.node.host} ({handle.node.address})"
-    lost = Event(Kind.LOST, handle.replica_id, f"{where}: {why}")
-    never = lost._replace(kind=Kind.UNPREPARED, words=f"no worker on {where}: {why}", cause=cause)
-    return [never, lost] if handle.dead else [lost]
+    place = f"node {handle.node.host} ({handle.node.address})"
+    return Event(Kind.LOST, handle.replica_id, f"{place}: {why}", cause=cause)
 
 
-def own_python_failures(handle: ReplicaHandle, waited_s: float) -> list[Event]:
-    """The event of a replica whose worker does not come up by a ``py_executable`` of its role."""
-    runtime_env = handle.role.runtime_env
-    executable = str(runtime_env.get("py_executable") or "")
-    limit_s = _OWN_PYTHON_S
-    if " " in executable or {"pip", "uv", "conda"} & set(runtime_env):  # such as `uv run --with …`
-        given = (runtime_env.get("config") or {}).get("setup_timeout_seconds", _BUILD_S)
-        limit_s += max(float(given), _BUILD_S)
-    if not executable or waited_s < limit_s:
-        return []
-    words = (
-        f"no worker on node {handle.node.host} ({handle.node.address}) has come up in "
-        f"{waited_s:.0f} s with py_executable={executable!r}: it must exist on the node, and be "
-        "able to import ray"
-    )
-    return [Event(Kind.UNPREPARED, handle.replica_id, words, cause=Reason.RUNTIME_ENV)]
+def own_python_s(role: RoleSpec) -> float:
+    """Seconds in which a worker must come up by a ``py_executable`` of its role."""
+    executable = str(role.runtime_env.get("py_executable") or "")
+    if not executable:
+        return math.inf
+    if " " in executable or {"pip", "uv", "conda"} & set(role.runtime_env):  # `uv run --with …`
+        config = role.runtime_env.get("config") or {}
+        return _OWN_PYTHON_S + max(float(config.get("setup_timeout_seconds", 0)), _BUILD_S)
+    return _OWN_PYTHON_S
 
 
-def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> list[Event]:
+def event_of(handle: ReplicaHandle, report: Mapping[str, Any]) -> Event | None:
+    """The event of a report; what the replica has printed is written into the log."""
     kind, words, who = report["at"], report.get("words", ""), name(handle.replica_id)
     if kind == "text":
         write(f"{who}| " + str(report["text"])[:-1].replace("\n", f"\n{who}| ") + "\n")
-        return []
+        return None
     if kind == "gone":
         others = f", and {report['left']} others with it" if report["left"] else ""
         words = f"this package's process there was killed{others}"
-    if kind in ("gone", "failed"):
-        return losses(handle, words)
+    if kind in ("gone", "failed", "died"):
+        cause = Reason.NOT_STARTED if handle.dead else Reason.NODE_DIED
+        return lost(handle, words, report.get("cause") or cause)
     if kind == "prepared":
         handle.ports = report["ports"]
     elif kind == "waiting":
@@ -461,7 +412,7 @@ def events_of_report(handle: ReplicaHandle, report: Mapping[str, Any]) -> list[E
     elif kind == "exited":
         handle.end_by = None
         say(f"{who} on {handle.node.host} ended: {words}")
-    return [Event(Kind(kind), handle.replica_id, words, report.get("code", 0))]
+    return Event(Kind(kind), handle.replica_id, words, report.get("code", 0))
 
 
 # ---------------------------------------------------------------------- addresses

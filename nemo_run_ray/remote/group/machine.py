@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Iterable, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 from ..hosts.actors import ReplicaId, name
 from ..status import Phase, Reason, ReplicaState
@@ -25,6 +25,8 @@ class Replica:
     code: int | None = None
     #: Last answer to its probe while it is started and not ready; empty at first.
     waits_for: str = ""
+    #: Its ``ReplicaHandle``, once it has a node; for the driver alone.
+    handle: Any = None
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -118,7 +120,8 @@ class Group:
             # What has ended may lose its node: the group can still succeed.
             if life not in (ReplicaState.ENDED, ReplicaState.LOST):
                 replica.life = ReplicaState.LOST
-                self._fail(1, Reason.NODE_DIED, words)
+                is_awaited = life is ReplicaState.AWAITED
+                self._fail(1, event.cause if is_awaited else Reason.NODE_DIED, words)
         elif kind is Kind.EXITED and life.runs:
             replica.life, replica.code = ReplicaState.ENDED, event.code
             if life is not ReplicaState.STOPPING:

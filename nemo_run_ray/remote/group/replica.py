@@ -9,7 +9,6 @@ Orders and reports are JSON, one a line. Orders: ``prepare``, ``start``, ``end``
 from __future__ import annotations
 
 import shutil
-import socket
 from functools import partial
 from typing import Any, Mapping, NoReturn, Sequence
 
@@ -31,8 +30,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 class ReplicaProcess:
     """Everything of one replica, in one loop without threads."""
 
-    def __init__(self, end: socket.socket, folder: str) -> None:
-        self._channel = Channel(end)
+    def __init__(self, channel: Channel, folder: str) -> None:
+        self._channel = channel
         self._folder = folder
         self._children = Supervisor()
         self._workspace: Any = None  # a ``Workspace`` from the first order on
@@ -44,7 +43,7 @@ class ReplicaProcess:
         channel, children = self._channel, self._children
         obey = {"prepare": self._prepare, "start": self._start, "end": self._end}
         while True:
-            writing = [channel] if channel.has_unsent else []
+            writing = [channel] if channel.unsent else []
             idle_s = _IDLE_S if self._probing is None else _PROBING_S
             if channel in children.wait([channel], writing, idle_s, not channel.is_full):
                 orders = channel.orders()
@@ -62,11 +61,6 @@ class ReplicaProcess:
         if self._workspace is not None:
             self._workspace.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def fail(self, words: str) -> None:
-        """Report that this process cannot continue."""
-        self._channel.report("failed", words=words)
-        self._channel.send_all()
 
     # ------------------------------------------------------------------ orders
 
@@ -100,7 +94,9 @@ class ReplicaProcess:
             self._probing = Probing(probe, place.address, place.ports, env, cwd)
 
     def _report_output(self, lines: Lines, data: bytes) -> None:
-        self._channel.report_text(lines.take(data))
+        text = lines.take(data)
+        if text:
+            self._channel.report("text", text=text)
 
     def _end(self, order: Mapping[str, Any]) -> None:
         if self._children.children and not self._children.are_ending:
@@ -137,6 +133,6 @@ class ReplicaProcess:
             words = f"process {children.index(first)}: {words}"
         if place.role.task.keep_run_dir:
             text = f"nemo_run_ray: the run directory is kept: {place.root}\n"
-            self._channel.report_text(text)
+            self._channel.report("text", text=text)
         self._channel.report("exited", code=first.code, words=words)
         self._children.clear()

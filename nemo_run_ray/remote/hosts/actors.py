@@ -1,8 +1,8 @@
 """The actors that a driver keeps on nodes, one a replica: how they start, and what they are sent.
 
-``ray`` is passed in: the driver imports it. The class is sent by value and the archives go
-through Ray's object store, so that the actors run in workers that Ray keeps ready: a worker for the
-job's runtime environment is started anew, 1.1 s more (measured with three).
+``ray`` is imported late. The class is sent by value and the archives go through Ray's object store,
+so that the actors run in workers that Ray keeps ready: a worker for the job's runtime environment
+is started anew, 1.1 s more (measured with three).
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import logging
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -30,8 +33,6 @@ from ..spec import CODE, RoleSpec, to_json
 ReplicaId = Tuple[str, int]
 #: Variables of the driver that a role needs: which attempt it is, and what a Ray program needs.
 _PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
-#: Resources for which Ray's actors have options of their own.
-_OWN_OPTIONS = ("CPU", "GPU", "memory")
 
 
 def name(replica_id: ReplicaId) -> str:
@@ -63,22 +64,43 @@ class ReplicaHandle:
     orders: int = 0
     ports: Dict[str, int] = field(default_factory=dict)
     end_by: Optional[float] = None
-    starts: int = 0
 
 
 class Actors:
-    """Starts actors. What they all need goes to Ray's object store once.
+    """Connects to Ray, and starts actors. What they all need goes to its object store once.
 
     Args:
-        ray: the module, connected.
+        job: name of the job.
+        secrets: the values of the job's secrets by name.
 
     Attributes:
+        ray: the module, connected.
         package: reference of an archive of this package and the job's files.
     """
 
-    def __init__(self, ray: Any) -> None:
+    def __init__(self, job: str, secrets: Mapping[str, str]) -> None:
+        self._job, self._secrets = job, secrets
+        self._config = os.environ.get(JOB_CONFIG, "")
+        # The actors need nothing of the job's runtime environment.
+        with suppress(KeyError, ValueError, AttributeError):  # slower, but right
+            config = json.loads(self._config)
+            config.pop("runtime_env")
+            os.environ[JOB_CONFIG] = json.dumps(config)
+        try:
+            import ray
+        except ImportError as error:
+            raise RuntimeError(
+                f"{sys.executable} on node {socket.gethostname()} has no ray, which a group or an "
+                "array needs"
+            ) from error
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS", "auto"),
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray's handler would leave at once
+        self.ray: Any = ray
         self._class = ray.remote(actor_class())
-        self._put = ray.put
         self._codes: Dict[str, Any] = {}  # by the folder on this node
         self.package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
 
@@ -89,31 +111,50 @@ class Actors:
         strategy: Any,
         program: str = "group.replica",
     ) -> None:
-        """Start the actor of a replica.
-
-        Args:
-            replica: this one.
-            resources: to reserve for it, by Ray's names.
-            strategy: where Ray places it.
-            program: module of this package that the replica's process runs.
-        """
+        """Start the actor of a replica; its process runs the program, a module of this package."""
         code = []
         if replica.role.task.has_code:
             folder = code_of(replica.role)
             if folder not in self._codes:
-                self._codes[folder] = self._put(tar(folder))
+                self._codes[folder] = self.ray.put(tar(folder))
             code = [key_of(folder), self._codes[folder]]
-        others = {key: amount for key, amount in resources.items() if key not in _OWN_OPTIONS}
+        others = dict(resources)  # but those for which Ray has options of their own
         replica.actor = self._class.options(
-            num_cpus=resources.get("CPU", 0),
-            num_gpus=resources.get("GPU", 0),
-            memory=int(resources.get("memory", 0)) or None,
+            num_cpus=others.pop("CPU", 0),
+            num_gpus=others.pop("GPU", 0),
+            memory=int(others.pop("memory", 0)) or None,
             resources=others,
             max_concurrency=8,  # pulls that wait, pulls behind broken lines, orders
             max_task_retries=-1,  # while its node is away; what is sent is numbered
             runtime_env=replica.role.runtime_env or None,
             scheduling_strategy=strategy,
         ).remote((replica.tag, replica.run_dir, program), self.package, *code)
+
+    def prepare_order(self, replica: ReplicaHandle) -> Dict[str, Any]:
+        """The order that makes the run directory of a role on its node, and reserves its ports."""
+        role = replica.role
+        given = {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
+        # A role that is a Ray program gets its own code and this package, but of what was sent with
+        # the job neither the code of other roles nor the archive of secrets.
+        with suppress(KeyError, ValueError, TypeError):  # a Ray that says it otherwise
+            config = json.loads(self._config)
+            runtime_env = config["runtime_env"]
+            runtime_env["py_modules"] = runtime_env["py_modules"][:1]
+            if role.name in _archives():
+                runtime_env["working_dir"] = f"gcs://{_archives()[role.name]}"
+            given[JOB_CONFIG] = json.dumps(config)
+        return {
+            "do": "prepare",
+            "role": to_json(role),
+            "index": replica.replica_id[1],
+            "job": self._job,
+            "run_dir": replica.run_dir,
+            "code": key_of(code_of(role)) if role.task.has_code else "",
+            "address": replica.node.address,
+            "tag": replica.tag,
+            "given": given,
+            "secrets": {secret: self._secrets[secret] for secret in role.task.secrets},
+        }
 
 
 def code_of(role: RoleSpec) -> str:
@@ -130,67 +171,6 @@ def code_of(role: RoleSpec) -> str:
 def key_of(folder: str) -> str:
     """Name of a code folder on the replicas' nodes."""
     return f"code-{zlib.crc32(folder.encode()):08x}"
-
-
-def passed_on(role: RoleSpec, config_of_job: str) -> Dict[str, str]:
-    """The variables by which a role that is a Ray program finds the cluster and its own code.
-
-    A role gets its own code and this package, but of what was sent with the job neither the code
-    of other roles nor the archive of secrets.
-
-    Args:
-        role: the role.
-        config_of_job: what ``forget_runtime_env`` has returned.
-    """
-    found = {variable: os.environ[variable] for variable in _PASSED_ON if variable in os.environ}
-    with suppress(KeyError, ValueError, TypeError):  # a Ray that says it otherwise
-        config = json.loads(config_of_job)
-        runtime_env = config["runtime_env"]
-        runtime_env["py_modules"] = runtime_env["py_modules"][:1]
-        if role.name in _archives():
-            runtime_env["working_dir"] = f"gcs://{_archives()[role.name]}"
-        found[JOB_CONFIG] = json.dumps(config)
-    return found
-
-
-def prepare_order(
-    replica: ReplicaHandle, job: str, secrets: Mapping[str, str], config_of_job: str
-) -> Dict[str, Any]:
-    """The order that makes the run directory of a role on its node, and reserves its ports.
-
-    Args:
-        replica: where.
-        job: name of the job.
-        secrets: the values of the job's secrets by name.
-        config_of_job: what ``forget_runtime_env`` has returned.
-    """
-    role = replica.role
-    return {
-        "do": "prepare",
-        "role": to_json(role),
-        "index": replica.replica_id[1],
-        "job": job,
-        "run_dir": replica.run_dir,
-        "code": key_of(code_of(role)) if role.task.has_code else "",
-        "address": replica.node.address,
-        "tag": replica.tag,
-        "given": passed_on(role, config_of_job),
-        "secrets": {secret: secrets[secret] for secret in role.task.secrets},
-    }
-
-
-def forget_runtime_env() -> str:
-    """Keep the job's runtime environment from this driver's actors, which need nothing of it.
-
-    Returns:
-        The job's configuration as Ray gave it to the driver.
-    """
-    given = os.environ.get(JOB_CONFIG, "")
-    with suppress(KeyError, ValueError, AttributeError):  # slower, but right
-        config = json.loads(given)
-        config.pop("runtime_env")
-        os.environ[JOB_CONFIG] = json.dumps(config)
-    return given
 
 
 def _archives() -> Mapping[str, str]:
@@ -237,8 +217,8 @@ def actor_class() -> Any:
         def order(self, number: int, order: Dict[str, Any]) -> None:
             self._relay.order(number, order)
 
-        def pull(self, seen: int, patience_s: float, gather_s: float) -> Any:
-            return self._node, *self._relay.pull(seen, patience_s, gather_s)
+        def pull(self, seen: int, patience_s: float) -> Any:
+            return self._node, *self._relay.pull(seen, patience_s)
 
         def close(self) -> Any:
             return self._relay.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from ..node.output import write
 from ..status import Reason, cause_of
@@ -19,39 +20,9 @@ _PULL_S = 2.0
 _UNANSWERED_S = 15.0
 #: Seconds for the replicas' processes to remove their folders.
 _CLOSE_S = 10.0
-
-
-class Pulled(NamedTuple):
-    """A replica's reports.
-
-    Attributes:
-        replica: the replica.
-        node_id: of the node that its actor is on.
-        first: the number of the first report.
-        reports: as JSON.
-    """
-
-    replica: ReplicaHandle
-    node_id: str
-    first: int
-    reports: List[str]
-
-
-class Died(NamedTuple):
-    """A replica whose actor cannot answer any more.
-
-    Attributes:
-        replica: the replica.
-        words: why.
-        cause: the kind of the reason when it never came up; else ``None``.
-    """
-
-    replica: ReplicaHandle
-    words: str
-    cause: Optional[Reason] = None
-
-
-Answer = Union[Pulled, Died]
+#: Reports of a replica, of which each has its kind as ``at``. Those of the kind ``died`` are made
+#: here: with ``words``, and as ``cause`` that of an actor which never came up.
+Reports = List[Mapping[str, Any]]
 
 
 class Calls:
@@ -59,16 +30,10 @@ class Calls:
 
     Ray makes a call again while its actor cannot be reached; orders are numbered, and reports
     counted, so that nothing is lost or done twice.
-
-    Args:
-        ray: the module, connected.
-        gather_s: seconds for which an actor waits for more reports once it has one. Many small
-            ones cost more to send than to make.
     """
 
-    def __init__(self, ray: Any, gather_s: float = 0.0) -> None:
+    def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self._gather_s = gather_s
         self._awaited: Dict[Any, Tuple[float, ReplicaHandle]] = {}  # since when
 
     def order(self, replica: ReplicaHandle, order: Mapping[str, Any]) -> None:
@@ -78,11 +43,14 @@ class Calls:
 
     def pull(self, replica: ReplicaHandle) -> None:
         """Ask an actor for its replica's reports that are not here yet."""
-        reference = replica.actor.pull.remote(replica.seen, _PULL_S, self._gather_s)
+        reference = replica.actor.pull.remote(replica.seen, _PULL_S)
         self._awaited[reference] = time.monotonic(), replica
 
-    def answers(self) -> Iterator[Answer]:
-        """Wait a moment for the next answer, and yield all that have arrived."""
+    def answers(self) -> Iterator[Tuple[ReplicaHandle, Reports]]:
+        """Wait a moment for the next answer, and yield all that have arrived.
+
+        An actor is asked again when its reports have been taken.
+        """
         now = time.monotonic()
         for reference, (asked_at, replica) in list(self._awaited.items()):
             if now >= asked_at + _UNANSWERED_S and replica.answers:
@@ -96,7 +64,10 @@ class Calls:
         if ready:
             ready, _ = self._ray.wait(references, num_returns=len(references), timeout=0)
         for reference in ready:
-            yield self._answer(self._awaited.pop(reference)[1], reference)
+            replica = self._awaited.pop(reference)[1]
+            yield replica, self._reports(replica, reference)
+            if not replica.dead:
+                self.pull(replica)
 
     def close(self, replicas: Sequence[ReplicaHandle]) -> bool:
         """Let living actors end their replicas; true if all have confirmed that nothing runs."""
@@ -106,20 +77,27 @@ class Calls:
         except (self._ray.exceptions.RayError, TimeoutError):
             return False
 
-    def _answer(self, replica: ReplicaHandle, reference: Any) -> Answer:
-        exceptions = self._ray.exceptions
+    def _reports(self, replica: ReplicaHandle, reference: Any) -> Reports:
+        """The reports of an answer that are new."""
+        exceptions, cause = self._ray.exceptions, None
         try:
-            answer = self._ray.get(reference)
+            node_id, first, reports = self._ray.get(reference)
         except exceptions.RayError as error:
             replica.dead = True
+            lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
+            words = f"Ray's worker there died: {lines[0] if lines else ''}"
             if isinstance(error, exceptions.RuntimeEnvSetupError):
                 write(f"{error}\n")  # the whole error, for readers of the log
                 words = f"the runtime environment could not be built: {cause_of(str(error))}"
-                return Died(replica, words, Reason.RUNTIME_ENV)
-            lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
-            if getattr(error, "actor_init_failed", False):  # the last line of a traceback says why
+                cause = Reason.RUNTIME_ENV
+            elif getattr(error, "actor_init_failed", False):  # a traceback's last line says why
                 words = f"Ray's worker there failed at its start: {lines[-1]}"
-                return Died(replica, words, Reason.NOT_STARTED)
-            return Died(replica, f"Ray's worker there died: {lines[0] if lines else ''}")
+                cause = Reason.NOT_STARTED
+            return [{"at": "died", "words": words, "cause": cause}]
         replica.answers = True
-        return Pulled(replica, *answer)
+        new = [json.loads(report) for report in reports[replica.seen - first :]]
+        replica.seen += len(new)
+        if node_id != replica.node.node_id:
+            words = f"Ray has moved the replica to the node {node_id}"
+            new.append({"at": "died", "words": words, "cause": None})
+        return new

@@ -64,6 +64,8 @@ _UNSENT_MAX = 4 * 2**20
 _KEPT_MAX = 2 * 2**20
 #: Seconds for the processes to end and to remove their folders.
 _CLOSE_S = 10.0
+#: Seconds for which a report waits for others: many small ones cost more to send than to make.
+_GATHER_S = 0.02
 #: Text of a program that runs ``main`` of a module of this package: its arguments are the package's
 #: folder, two for ``main``, and the module.
 PROGRAM = (
@@ -75,13 +77,8 @@ PROGRAM = (
 class Relay:
     """One replica's process, and its reports that the driver does not have yet.
 
-    The public methods are called from any thread.
-
-    Args:
-        folder: of this actor alone; the replica's process removes it.
-        tag: in the environment of all its processes.
-        run_dir: the name of its run directory.
-        program: the module that its process runs.
+    The public methods are called from any thread. The folder is this actor's alone; the
+    process, which runs the program, removes it. The tag is in the environment of all its processes.
     """
 
     def __init__(self, folder: str, tag: str, run_dir: str, program: str) -> None:
@@ -119,13 +116,10 @@ class Relay:
                 with suppress(OSError):  # the process is gone; its last report says so
                     self._channel.sendall(data + b"\n")
 
-    def pull(self, seen: int, patience_s: float, gather_s: float = 0.0) -> Tuple[int, List[str]]:
-        """Return the number of the first new report and the reports; forget those before.
+    def pull(self, seen: int, patience_s: float) -> Tuple[int, List[str]]:
+        """The number of the first report that is not seen, and all from that on; forget the others.
 
-        Args:
-            seen: how many reports the caller has.
-            patience_s: how long to wait for one.
-            gather_s: how long to wait for more, once there is one.
+        The first one is waited for, with patience.
         """
         with self._changed:
             while self._kept and self._first < seen:
@@ -134,7 +128,7 @@ class Relay:
             self._changed.notify_all()
             has_some = self._changed.wait_for(lambda: self._kept, patience_s)
         if has_some:
-            time.sleep(gather_s)
+            time.sleep(_GATHER_S)
         with self._changed:
             return self._first, [report.decode() for report in self._kept]
 
@@ -185,20 +179,15 @@ class Channel:
         self._socket = end
         self._socket.setblocking(False)
         self._begun = b""
-        self._unsent = bytearray()
+        self.unsent = bytearray()
 
     def fileno(self) -> int:
-        """The descriptor, by which ``select`` waits for the channel."""
         return self._socket.fileno()
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
 
     @property
     def is_full(self) -> bool:
         """Whether so many reports wait for the actor that no more output should be read."""
-        return len(self._unsent) >= _UNSENT_MAX
+        return len(self.unsent) >= _UNSENT_MAX
 
     def orders(self) -> Optional[Iterator[Any]]:
         """The orders that are complete now; ``None`` when the actor is gone."""
@@ -215,37 +204,23 @@ class Channel:
 
     def report(self, kind: str, **values: Any) -> None:
         """Add a report to those that wait to be sent."""
-        self._unsent += json.dumps({"at": kind, **values}).encode() + b"\n"
-
-    def report_text(self, text: str) -> None:
-        if text:
-            self.report("text", text=text)
+        self.unsent += json.dumps({"at": kind, **values}).encode() + b"\n"
 
     def send(self) -> None:
         """Send what the actor takes now."""
-        while self._unsent:
-            try:
-                sent = self._socket.send(self._unsent[:CHUNK_BYTES])
-            except BlockingIOError:
-                return
-            except OSError:
-                return  # the actor is gone; the next read of the socket says so
-            del self._unsent[:sent]
-
-    def send_all(self) -> None:
-        """Send everything, and wait for the actor to take it: the last thing that is sent."""
-        self._socket.setblocking(True)
-        self.send()
+        with suppress(OSError):  # it takes no more; if it is gone, the next read says so
+            while self.unsent:
+                del self.unsent[: self._socket.send(self.unsent[:CHUNK_BYTES])]
 
 
-def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], Any]) -> NoReturn:
+def become_supervised(argv: Sequence[str], kind: Callable[[Channel, str], Any]) -> NoReturn:
     """Become a process that is no relative of the actor's worker, and serve.
 
     Args:
         argv: the package's folder, and the number of the socket to the actor.
-        kind: makes the object that serves, of the socket and the folder. It has ``serve()``, which
-            returns when the actor is gone; ``fail(words)``, which reports that it cannot continue;
-            and ``abandon()``, which kills what runs and removes the folders.
+        kind: makes the object that serves, of the channel and the folder. It has ``serve()``, which
+            returns when the actor is gone, and ``abandon()``, which kills what runs and removes the
+            folders.
     """
     folder, number = argv
     if os.fork():
@@ -253,25 +228,29 @@ def become_supervised(argv: Sequence[str], kind: Callable[[socket.socket, str], 
     os.setsid()
     for signum in ENDING:  # a stop of the worker closes the socket as well
         signal.signal(signum, signal.SIG_IGN)
-    channel = socket.socket(fileno=int(number))
+    end = socket.socket(fileno=int(number))
     adopt_orphans()
     child = os.fork()
     if child:  # it outlives that process and ends what it can leave behind only by being killed
-        channel.close()
+        end.close()
         name_process(WATCHDOG)
         while os.wait()[0] != child:
             pass  # an orphan of a process that is dead by now
         Supervisor().stop(0.0)
         os._exit(0)
+    channel = Channel(end)
     process = kind(channel, folder)
     try:
         process.serve()
     except Exception as error:  # the last frame of this process: only its actor can be told
         traceback.print_exc()  # into the worker's log
-        process.fail(f"this package's process failed: {type(error).__name__}: {error}")
+        words = f"this package's process failed: {type(error).__name__}: {error}"
+        channel.report("failed", words=words)
+        end.setblocking(True)
+        channel.send()
     finally:
         process.abandon()
-        channel.settimeout(_SAY_S)
+        end.settimeout(_SAY_S)
         with suppress(OSError):  # the actor is gone
-            channel.sendall(OVER)
+            end.sendall(OVER)
         os._exit(0)

@@ -18,16 +18,7 @@ _OF_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", SUPERVISOR_TAG)
 
 
 class Workspace:
-    """The place of one replica. Nothing is made or reserved before ``prepare``.
-
-    Args:
-        order: the driver's order to prepare.
-
-    Attributes:
-        role: the replica's role.
-        address: of this node, as the other roles know it.
-        ports: the role's ports by name, once they are reserved.
-    """
+    """The place of one replica. Nothing is made or reserved before ``prepare``."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         role = from_json(order["role"])
@@ -42,9 +33,6 @@ class Workspace:
 
     def prepare(self, folder: str) -> None:
         """Make the run directory and reserve the ports.
-
-        Args:
-            folder: where the actor has unpacked the code.
 
         Raises:
             OSError, ValueError: this node cannot host the replica; the message says why.
@@ -96,15 +84,7 @@ class Workspace:
     def command(
         self, argv: Sequence[str], env: Mapping[str, str]
     ) -> Tuple[List[str], Dict[str, str], str]:
-        """Prepare the start of an element of an array, or of one process of a replica.
-
-        Args:
-            argv: the command.
-            env: its own variables.
-
-        Returns:
-            The exact words, all variables, and the folder.
-        """
+        """The exact words, all variables and the folder of a process with some of its own."""
         own = {**self._env, **self.variables(env), TAG: self._order["tag"]}
         task = self.role.task._replace(argv=tuple(argv))
         return command.argv_of(task, self._run_dir, own), own, self._cwd

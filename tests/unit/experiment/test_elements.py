@@ -90,19 +90,21 @@ def test_tasks_are_sent_with_their_names_commands_and_variables(ray, unique):
     spec = from_json(files["spec.json"])
     assert isinstance(spec, ArraySpec)
     assert (spec.runs, spec.max_failures) == ("fork", 2)
-    rows = [json.loads(line) for line in files[spec.elements].splitlines() if line[0] == "["]
-    assert [row[0] for row in rows] == ["inline", "path", "function"]
-    command, path = rows[0][1]
-    assert (command, rows[0][2]) == ("bash", {"X": "1"})
+    rows = [json.loads(line) for line in files[spec.elements].splitlines() if line[:1] == "{"][1:]
+    assert [row["name"] for row in rows] == ["inline", "path", "function"]
+    command, path = rows[0]["argv"]
+    assert (command, rows[0]["env"]) == ("bash", {"X": "1"})
     assert files[path.removeprefix("/nemo_run/")].endswith("echo ${x}")
-    assert rows[1][1] == ["python", "b.py", "-v"]
-    assert fdl.build(serialization.load_json(rows[2][1]))()["fields"] == {"seed": 3, "width": 0}
+    assert rows[1]["argv"] == ["python", "b.py", "-v"]
+    function = fdl.build(serialization.load_json(rows[2]["template"]))
+    assert function()["fields"] == {"seed": 3, "width": 0}
     job = find_job(f"{experiment._id}.array")
     ray.fates[job.id] = GOES_ON
     ray.pass_time(30)
     wait_for(lambda: job.status.node)
     ArrayDriver(ray, job).tells([[0, 2, "waiting", 0, 0]])
-    assert [element.values["task"] for element in job.select_elements()] == [row[0] for row in rows]
+    names = [element.values["task"] for element in job.select_elements()]
+    assert names == [row["name"] for row in rows]
 
 
 def test_elements_are_selected_by_state_and_by_index(job, driver):

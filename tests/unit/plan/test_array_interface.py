@@ -20,15 +20,20 @@ SCRIPT = run.Script(path="train.py", args=["--seed", "0"], entrypoint="python")
 PARTIAL = run.Partial(train, seed=0, model=run.Config(Model, width=1))
 
 
-def elements(made: planning.Array) -> list[list[object]]:
+def elements(made: planning.Array) -> list[dict[str, object]]:
     return [json.loads(line) for line in made.inline.splitlines()[1:]]
+
+
+def values(made: planning.Array) -> list[object]:
+    return [element["values"] for element in elements(made)]
 
 
 def test_a_product_and_a_zip():
     over = {"args.1": [1, 2], "env.LR": [0.1, 0.2]}
-    rows = [["1", "0.1"], ["1", "0.2"], ["2", "0.1"], ["2", "0.2"]]
-    assert elements(array(SCRIPT, over)) == rows
-    assert elements(array(SCRIPT, over, combine="zip")) == [rows[0], rows[3]]
+    pairs = [("1", "0.1"), ("1", "0.2"), ("2", "0.1"), ("2", "0.2")]
+    rows = [{"args.1": first, "env.LR": second} for first, second in pairs]
+    assert values(array(SCRIPT, over)) == rows
+    assert values(array(SCRIPT, over, combine="zip")) == [rows[0], rows[3]]
 
 
 def test_a_list_and_a_file_give_a_mapping_for_each_element(tmp_path):
@@ -36,19 +41,18 @@ def test_a_list_and_a_file_give_a_mapping_for_each_element(tmp_path):
     path = tmp_path / "elements.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     for over in (rows, iter(rows), path, str(path)):
-        assert elements(array(PARTIAL, over)) == [[1, 2], [3, 4]]
+        assert values(array(PARTIAL, over)) == rows
 
 
 def test_values_of_numpy_are_numbers():
     seeds, rates = numpy.arange(2), numpy.float32([0.5])
-    assert elements(array(PARTIAL, {"seed": seeds, "model.width": rates})) == [[0, 0.5], [1, 0.5]]
-    assert elements(array(PARTIAL, {"seed": [{"at": seeds, "on": numpy.True_}]})) == [
-        [{"at": [0, 1], "on": True}]
+    rows = [{"seed": seed, "model.width": 0.5} for seed in (0, 1)]
+    assert values(array(PARTIAL, {"seed": seeds, "model.width": rates})) == rows
+    assert values(array(PARTIAL, {"seed": [{"at": seeds, "on": numpy.True_}]})) == [
+        {"seed": {"at": [0, 1], "on": True}}
     ]
-    assert elements(array(SCRIPT, {"env.X": seeds, "args": [[seeds[1]]]})) == [
-        ["0", ["1"]],
-        ["1", ["1"]],
-    ]
+    rows = [{"env.X": text, "args": ["1"]} for text in ("0", "1")]
+    assert values(array(SCRIPT, {"env.X": seeds, "args": [[seeds[1]]]})) == rows
 
 
 def test_a_name_and_a_saved_array_are_those_of_the_task(tmp_path):
@@ -60,7 +64,7 @@ def test_a_name_and_a_saved_array_are_those_of_the_task(tmp_path):
 def test_tasks_without_names_have_those_of_nemo_run():
     made = array([SCRIPT, PARTIAL, PARTIAL])
     names = ["train.py", "tests.array_tasks.train_1", "tests.array_tasks.train_2"]
-    assert [row[0] for row in elements(made)] == names
+    assert [element["name"] for element in elements(made)] == names
     assert made.get_name() == "train.py-array"
 
 
@@ -100,7 +104,7 @@ BAD = [
     (PARTIAL, {"model.depth": [1]}, "no field 'model.depth' .* width"),
     (PARTIAL, {"seed.x": [1]}, "a int has no fields"),
     (PARTIAL, {"seed": [object()]}, "element 0 of the array cannot be sent"),
-    (PARTIAL, {"seed": ["x" * 40_000]}, "has 40004 bytes, and 32768 are sent"),
+    (PARTIAL, {"seed": ["x" * 40_000]}, "has 40024 bytes, and 32768 are sent"),
     (PARTIAL, [{"seed": 1}, {"model": 2}], "element 1 of the array is .*same fields"),
     (PARTIAL, [1], "element 0 of the array is 1"),
     (PARTIAL, "no-such-file.jsonl", "cannot be read from no-such-file.jsonl"),

@@ -53,7 +53,7 @@ _EACH = {
     "task": _TASK,
     "role": _ROLE,
     "group": GroupSpec((_ROLE, RoleSpec("b", JobSpec(("true",)))), "SPREAD", True, 3, "py"),
-    "array": ArraySpec(_ROLE, "elements.jsonl", (("argv", 1, None),), "fork", 3, 2, (3,), 1, "py"),
+    "array": ArraySpec(_ROLE, "elements.jsonl", 2, "fork", 3, 2, (3,), 1, "py"),
     "dispatch": DispatchSpec("e.dispatcher", "nonce", (_DISPATCHED,), "s", ("http://h",), 4),
 }
 

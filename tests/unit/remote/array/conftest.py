@@ -20,7 +20,7 @@ def spec(request) -> ArraySpec:
 @pytest.fixture
 def leases(tmp_path, spec) -> Iterator[Leases]:
     path = tmp_path / "elements"
-    path.write_text("\n".join(['{"fields": []}', *["[]"] * 12]) + "\n")
+    path.write_text("\n".join(['{"array": "a"}', *['{"values": {}}'] * 12]) + "\n")
     made = Leases(spec, str(path), ID, str(tmp_path))
     yield made
     with contextlib.suppress(OSError):  # the test has
@@ -28,8 +28,8 @@ def leases(tmp_path, spec) -> Iterator[Leases]:
 
 
 @pytest.fixture
-def cluster(leases, spec, monkeypatch) -> Cluster:
-    made = Cluster(leases, spec)
+def cluster(leases, spec, tmp_path, monkeypatch) -> Cluster:
+    made = Cluster(leases, spec, tmp_path)
     monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=made.now))
     made.look()
     return made

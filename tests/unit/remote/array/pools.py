@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from nemo_run_ray.remote.array.driver import ArrayDriver, Host
 from nemo_run_ray.remote.array.elements import HostRecord, Leases
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.hosts.actors import ReplicaHandle
-from nemo_run_ray.remote.hosts.calls import Died, Pulled
+from nemo_run_ray.remote.hosts.calls import Reports
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
 ID = "e_1.array"
@@ -66,9 +66,8 @@ class Starts:
         return {node: {"CPU": 2.0} for node in self.ray.alive if node not in self.ray.busy}
 
     def start(self, record: HostRecord, node: Node, slots: int) -> tuple[Host, dict[str, Any]]:
-        replica = ReplicaHandle(("element", record.number), ROLE, node, record.tag, "run")
-        replica.actor = SimpleNamespace()
-        return Host(record, replica, slots), {"do": "prepare"}
+        place = ("element", record.number), ROLE, node, record.tag, record.run_dir
+        return Host(*place, actor=SimpleNamespace(), slots=slots), {"do": "prepare"}
 
     def sweep(self, node_id: str, records: list[HostRecord]) -> str:
         self.sweeps[node_id] = [record.number for record in records]
@@ -96,15 +95,13 @@ class Calls:
 class Cluster:
     """An array of twelve elements on two nodes, with a host on each."""
 
-    def __init__(self, leases: Leases, spec: ArraySpec) -> None:
+    def __init__(self, leases: Leases, spec: ArraySpec, folder: Path) -> None:
         self.passed_s = 0.0
         self.leases, self.calls, self.ray = leases, Calls(), Ray()
         self.starts = Starts(self.ray)
         self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
-        self.requests: list[str] = []
-        status = SimpleNamespace(write=lambda *_, **__: None)
-        given = self.runner, spec, leases, self.ray, self.starts, self.calls, status
-        self.driver = ArrayDriver(*given, lambda: self.requests)
+        given = self.runner, spec, leases, self.starts, self.calls
+        self.driver = ArrayDriver(*given, str(folder), ID)
 
     def now(self) -> float:
         return time.monotonic() + self.passed_s
@@ -116,17 +113,15 @@ class Cluster:
 
     def on(self, node: str) -> list[Host]:
         """The hosts on a node."""
-        return [host for host in self.driver.hosts.values() if host.record.node_id == node]
+        return [host for host in self.driver.hosts.values() if host.node.node_id == node]
 
     def held(self, host: Host) -> dict[int, int]:
-        return self.leases.held(host.record.number)
+        return self.leases.held(host.number)
 
     def tells(self, teller: Host, *reports: dict[str, Any], **report: Any) -> None:
         """Let a host report something, or several things at once."""
-        replica = teller.replica
-        rows = [json.dumps(one) for one in [*reports, *([report] if report else [])]]
-        replica.answers = True
-        self.driver.hear(Pulled(replica, teller.record.node_id, replica.seen, rows))
+        teller.answers = True
+        self.driver.hear(teller, [*reports, *([report] if report else [])])
 
     def ready(self, *hosts: Host) -> None:
         for host in hosts:
@@ -138,9 +133,9 @@ class Cluster:
 
     def sweep(self, *hosts: Host, ended: Any = (), begun: Any = ()) -> None:
         """Let a program end what dead hosts have left, and read their notes."""
-        rows = [[host.record.number, ended, begun] for host in hosts]
+        rows = [[host.number, ended, begun] for host in hosts]
         answer = {"swept": rows, "remaining": ""}
-        self.starts.answers[hosts[0].record.node_id] = answer
+        self.starts.answers[hosts[0].node.node_id] = answer
         self.look()
 
     def feed(self) -> None:
@@ -188,7 +183,7 @@ class Drive:
         assert self.seconds < 600, "it does not end"
         self.later.pop(self.seconds, lambda: None)()
 
-    def _answers(self) -> Iterator[Died]:
+    def _answers(self) -> Iterator[tuple[ReplicaHandle, Reports]]:
         self._pass()
         told, self.cluster.calls.orders[:] = list(self.cluster.calls.orders), []
         for number, order in told:

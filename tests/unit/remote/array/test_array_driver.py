@@ -16,7 +16,6 @@ from nemo_run_ray.remote.array.elements import (
     Record,
     read_records,
 )
-from nemo_run_ray.remote.hosts.calls import Died
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
 from nemo_run_ray.remote.status import JOURNAL_FILE, NODE_DEAD_S, Reason, file_of
 from tests.unit.remote.array.pools import ID, ROLE, Calls, Cluster, close
@@ -76,7 +75,7 @@ def test_short_elements_wait_at_their_host_and_long_ones_do_not(leases, seconds,
     indirect=["spec"],
 )
 def test_hosts_start_where_an_element_fits_or_a_line_says_why_not(capfd, cluster, nodes, line):
-    assert sorted(host.record.node_id for host in cluster.driver.hosts.values()) == nodes
+    assert sorted(host.node.node_id for host in cluster.driver.hosts.values()) == nodes
     assert line in capfd.readouterr().out
     cluster.look(later_s=20)
     assert not capfd.readouterr().out
@@ -87,7 +86,7 @@ def test_hosts_start_where_an_element_fits_or_a_line_says_why_not(capfd, cluster
 def test_a_node_that_cannot_run_elements_is_tried_later(cluster, capfd):
     (good,), (bad,) = cluster.on("n1"), cluster.on("n2")
     cluster.ready(good)
-    cluster.tells(bad, at="unprepared", reason=NO_ROOM)
+    cluster.tells(bad, at="unprepared", words=NO_ROOM)
     cluster.look()
     cluster.sweep(bad)
     cluster.look(later_s=4)
@@ -104,22 +103,22 @@ def test_an_array_that_no_node_can_run_is_broken_with_the_reason(cluster, is_the
     """Also when one of two nodes had no room until now."""
     (first,), (second,) = cluster.on("n1"), cluster.on("n2")
     if not is_there:
-        del cluster.driver.hosts[second.record.number]
-    cluster.tells(first, at="unprepared", reason=NO_ROOM)
+        del cluster.driver.hosts[second.number]
+    cluster.tells(first, at="unprepared", words=NO_ROOM)
     assert cluster.driver.broken is None, "the other one may show that it works"
     cluster.look()
     (second,) = cluster.on("n2")
-    cluster.tells(second, at="unprepared", reason=NO_ROOM)
+    cluster.tells(second, at="unprepared", words=NO_ROOM)
     assert cluster.driver.broken == (Reason.NOT_STARTED, "on n2: OSError: no room")
 
 
 def test_what_never_started_has_left_nothing_and_is_no_end_on_one_node(cluster):
     (first,), (second,) = cluster.on("n1"), cluster.on("n2")
-    died = Died(second.replica, "it could not be built: disk full", Reason.RUNTIME_ENV)
-    cluster.driver.hear(died)
+    words = "it could not be built: disk full"
+    cluster.tells(second, at="died", words=words, cause=Reason.RUNTIME_ENV)
     assert not cluster.driver.dead
     assert cluster.driver.broken is None
-    cluster.driver.hear(died._replace(replica=first.replica))
+    cluster.tells(first, at="died", words=words, cause=Reason.RUNTIME_ENV)
     assert cluster.driver.broken[0] is Reason.RUNTIME_ENV
 
 
@@ -175,7 +174,7 @@ def test_what_a_dead_host_had_not_begun_costs_no_attempt(cluster):
 
     cluster.sweep(host, ended=[row(0)], begun=[[1, 1]])
 
-    assert cluster.starts.forgotten == [host.record.run_dir]
+    assert cluster.starts.forgotten == [host.run_dir]
     assert cluster.attempts() == [1, 1, *[0] * 10]
     assert cluster.leases.progress.number(ElementState.WAITING) == 11
     cluster.ready(other)
@@ -190,7 +189,7 @@ def test_what_a_host_reports_after_it_was_given_up_counts_no_more(cluster):
     cluster.ready(host)
     cluster.feed()
     late = {"at": "ended", "row": row(0)}
-    cluster.tells(host, {"at": "unprepared", "reason": "ImportError: x"}, late)
+    cluster.tells(host, {"at": "unprepared", "words": "ImportError: x"}, late)
     assert cluster.leases.progress.state(0) is ElementState.LEASED
 
 
@@ -200,7 +199,7 @@ def test_what_may_still_run_counts_among_those_in_flight(cluster):
     cluster.ready(host, other)
     cluster.feed()
     for one in (host, other):
-        cluster.tells(one, at="failed", reason="it was killed")
+        cluster.tells(one, at="failed", words="it was killed")
     cluster.look(later_s=60)
     assert not cluster.driver.hosts
     cluster.sweep(host)
@@ -219,7 +218,7 @@ def test_what_does_not_end_on_a_node_is_named_and_looked_at_again(cluster, capfd
     cluster.look(later_s=4)
     assert not cluster.starts.sweeps
     cluster.look(later_s=2)
-    assert cluster.starts.sweeps["n1"] == [host.record.number]
+    assert cluster.starts.sweeps["n1"] == [host.number]
     assert cluster.on("n1") == [], "no other host starts there meanwhile"
     cluster.sweep(host)
     assert cluster.on("n1")
@@ -229,9 +228,9 @@ def test_what_does_not_end_on_a_node_is_named_and_looked_at_again(cluster, capfd
 def test_a_further_host_that_cannot_begin_is_no_end_of_one_that_runs(cluster, host):
     cluster.look()
     _, further = cluster.on("n1")
-    cluster.tells(further, at="unprepared", reason=NO_ROOM)
+    cluster.tells(further, at="unprepared", words=NO_ROOM)
     assert cluster.driver.broken is None
-    cluster.tells(host, at="unprepared", reason=NO_ROOM)
+    cluster.tells(host, at="unprepared", words=NO_ROOM)
     assert cluster.driver.broken is not None
 
 
@@ -246,8 +245,8 @@ def test_a_host_that_does_not_leave_is_swept(cluster, end):
     if end == "gone":
         cluster.tells(host, at="gone")
     cluster.look(later_s=31)
-    assert host.replica.actor in cluster.ray.killed
-    assert (host.record.number in cluster.driver.dead) is (end == "stuck")
+    assert host.actor in cluster.ray.killed
+    assert (host.number in cluster.driver.dead) is (end == "stuck")
 
 
 def test_what_a_dead_node_had_waits_until_the_node_itself_has_noticed(cluster):
@@ -269,7 +268,7 @@ def test_hosts_of_an_earlier_driver_that_has_leased_nothing_are_swept_too(tmp_pa
     close(leases)
     again = Leases(spec, str(tmp_path / "elements"), ID, str(tmp_path))
     assert again.hosts == [record]
-    assert Cluster(again, spec).driver.dead == {0}
+    assert Cluster(again, spec, tmp_path).driver.dead == {0}
     close(again)
 
 
@@ -280,7 +279,7 @@ MAY_BE_LEFT = "processes of it may be left on {}, where nothing says that all ha
 def host(cluster) -> Host:
     """A host on n1 that runs elements, all alone."""
     (other,) = cluster.on("n2")
-    del cluster.driver.hosts[other.record.number]
+    del cluster.driver.hosts[other.number]
     cluster.ray.alive = ["n1"]
     (found,) = cluster.on("n1")
     cluster.ready(found)
@@ -305,7 +304,7 @@ def test_a_cancelled_array_ends_though_a_process_does_not(cluster, drive, host, 
     assert (drive.run(), drive.code) == (f"cancelled; {MAY_BE_LEFT.format('n1')}", 143)
     assert drive.seconds == pytest.approx(spec.grace_s + 60, abs=5)
     cluster.leases.commit()
-    held = held_in_journal(tmp_path)[host.record.number]
+    held = held_in_journal(tmp_path)[host.number]
     assert sorted(held) == has, "another attempt waits for them"
 
 

@@ -8,11 +8,10 @@ import threading
 
 import pytest
 
-from nemo_run_ray.remote.array import cancel_request
+from nemo_run_ray.remote.array import cancel_request, driver
 from nemo_run_ray.remote.array.cancel_request import request_id, request_paths, run
 from tests.conftest import wait_for
-
-ARRAY = "e_1.array"
+from tests.unit.remote.array.pools import ID
 
 
 @pytest.fixture
@@ -24,9 +23,9 @@ def folder(tmp_path, monkeypatch) -> str:
 def test_a_request_is_over_when_the_driver_has_taken_it(folder, cluster):
     codes: list[int] = []
     text = json.dumps({"cancel": [[-3, 1], [5, 99]], "only_waiting": True})
-    thread = threading.Thread(target=lambda: codes.append(run(request_id(ARRAY, "ab"), text)))
+    thread = threading.Thread(target=lambda: codes.append(run(request_id(ID, "ab"), text)))
     thread.start()
-    cluster.requests = wait_for(lambda: request_paths(folder, f"{ARRAY}@2"))
+    wait_for(lambda: request_paths(folder, f"{ID}@2"))
     assert codes == []
     cluster.look()
     cluster.driver._cancel_requested()
@@ -38,30 +37,29 @@ def test_a_request_is_over_when_the_driver_has_taken_it(folder, cluster):
 
 def test_a_request_that_no_driver_takes_fails_and_is_gone(folder, monkeypatch, capfd):
     monkeypatch.setattr(cancel_request, "TAKEN_S", 0.0)
-    assert run(request_id(ARRAY, "ab"), "{}") == 1
+    assert run(request_id(ID, "ab"), "{}") == 1
     assert "the array's driver has not taken the request" in capfd.readouterr().out
-    assert not request_paths(folder, ARRAY)
+    assert not request_paths(folder, ID)
 
 
 @pytest.mark.parametrize("text", ['{"cancel": [[0', "[]", '{"cancel": 1}', "{}", ""])
 def test_what_is_no_request_is_removed(cluster, tmp_path, text):
-    path = tmp_path / "request"
+    path = tmp_path / f"nemo_run_ray-{ID}.cancel~x"
     if text:
         path.write_text(text)
     else:
         path.symlink_to("/etc/passwd")
-    cluster.requests = [str(path)]
     cluster.driver._cancel_requested()
     assert not os.path.lexists(path)
     assert cluster.leases.progress.ended_count == 0
 
 
-def test_a_request_whose_client_has_given_up_is_passed_over(cluster, folder, capfd):
-    cluster.requests = [os.path.join(folder, "gone")]
+def test_a_request_whose_client_has_given_up_is_passed_over(cluster, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(driver, "request_paths", lambda *_: [str(tmp_path / "gone")])
     cluster.driver._cancel_requested()
     assert not capfd.readouterr().out
 
 
 def test_a_request_of_another_array_is_none(folder, tmp_path):
     (tmp_path / "nemo_run_ray-e_1.array2.cancel~x").write_text("of another array")
-    assert request_paths(folder, ARRAY) == []
+    assert request_paths(folder, ID) == []

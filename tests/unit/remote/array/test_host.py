@@ -21,7 +21,6 @@ import pytest
 
 from nemo_run_ray import array
 from nemo_run_ray.remote.array import notes as notes_module
-from nemo_run_ray.remote.array.elements_file import ENV, FIELD
 from nemo_run_ray.remote.hosts.relay import PROGRAM
 from nemo_run_ray.remote.node.rundir import JOBS
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec, to_json
@@ -33,8 +32,9 @@ class Host(Relayed):
     """What a driver holds of one host."""
 
     def prepare(self, argv: tuple[str, ...], slots: int = 2, **values: Any) -> None:
-        """Make it ready for commands that are told their value as ``VALUE``."""
+        """Make it ready for commands with a value in ``VALUE``, or functions with a ``path``."""
         keep_run_dir, grace_s = values.pop("keep_run_dir", False), values.pop("grace_s", 0.3)
+        self._field = "path" if values.get("runs") == "fork" else "env.VALUE"
         job = JobSpec(argv, grace_s=grace_s, python=sys.executable, keep_run_dir=keep_run_dir)
         role = RoleSpec("element", job)
         self.order(
@@ -52,7 +52,7 @@ class Host(Relayed):
                 "slots": slots,
                 "gpus": 0.0,
                 "runs": "command",
-                "targets": [[ENV, "VALUE"]],
+                "args_at": 0,
                 "elements": "scripts/elements",
                 "count": 100,
                 **values,
@@ -64,8 +64,8 @@ class Host(Relayed):
         """Make it ready for a program of the shell."""
         self.prepare(("sh", "-c", program), **values)
 
-    def run(self, *elements: int, attempt: int = 1, value: str = "x") -> None:
-        rows = [[element, attempt, [value]] for element in elements]
+    def run(self, *elements: int, value: str = "x") -> None:
+        rows = [[element, 1, {"values": {self._field: value}}] for element in elements]
         self.order({"do": "run", "elements": rows})
 
     def ended(self, within_s: float = 10) -> list[Any]:
@@ -235,7 +235,7 @@ def forks(package, request) -> Iterator[dict[str, Any]]:
     folder.mkdir(parents=True)
     (folder / "elements").write_text(made.inline)
     root = str(Path(__file__).parents[4])
-    yield {"runs": "fork", "targets": [[FIELD, "path"]], "given": {"PYTHONPATH": root}}
+    yield {"runs": "fork", "given": {"PYTHONPATH": root}}
     (folder / "elements").unlink()
     folder.rmdir()
     folder.parent.rmdir()
@@ -275,14 +275,15 @@ _LATE = """
 import json, os, socket
 from types import SimpleNamespace
 from nemo_run_ray.remote.array.host import HostProcess, RunningElement
+from nemo_run_ray.remote.hosts.relay import Channel
 
 notes = []
-host = HostProcess(socket.socketpair()[0], "")
+host = HostProcess(Channel(socket.socketpair()[0]), "")
 host._notes, host._place = SimpleNamespace(add=notes.append), SimpleNamespace(root="/nowhere")
 for index, words in enumerate(("exit 0", "exit 3", "kill -9 $$")):
     pid = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", words)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    host._running.append(RunningElement((index, 1), [], {}))
+    host._running.append(RunningElement((index, 1), {}, {}))
     host._running[-1].pid = pid
 host.note_ends()
 host.note_ends()

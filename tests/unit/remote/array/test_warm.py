@@ -44,7 +44,7 @@ def runs(tmp_path, monkeypatch) -> Callable[..., tuple[int, str]]:
         (folder / "elements").write_text(made.inline)
         if main is not None:
             (tmp_path / "jobs" / "__main__.py").write_text(main)
-        order = {"fields": {"text": text}, "template": "", "result": str(tmp_path / "result")}
+        order = {"values": {"text": text}, "result": str(tmp_path / "result")}
         words = [fork_server.__file__, "once", str(folder / "elements"), json.dumps(order)]
         path = f"{modules}:{Path(__file__).parents[4]}"
         done = subprocess.run(
@@ -87,7 +87,7 @@ def test_the_script_runs_that_has_the_function_and_names_of_any_kind(runs, monke
     monkeypatch.setattr(own, "__module__", "__main__")
     monkeypatch.setattr(main, "own", own, raising=False)
     monkeypatch.setattr(main, "__file__", __file__, raising=False)  # NeMo-Run looks at it
-    text = "from time import time\ndef _code_of(): ...\ndef own(text): print(text)"
+    text = "from time import time\ndef _run(): ...\ndef own(text): print(text)"
     assert runs(own, main=text) == (0, "x\n")
 
 

@@ -1,4 +1,4 @@
-"""The slots of a host, and a node that has no room for another process."""
+"""The slots of a host, its elements' ends, and what they leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -54,13 +53,11 @@ class Reports:
 
 
 @pytest.fixture
-def host(tmp_path, monkeypatch) -> Iterator[HostProcess]:
+def host(tmp_path, monkeypatch) -> HostProcess:
     """A host with one slot that runs commands."""
-    ours, theirs = socket.socketpair()
-    made = HostProcess(ours, "")
-    made._channel = Reports()
+    made = HostProcess(Reports(), "")
     made._notes, made._grace_s, made._slots = SimpleNamespace(add=lambda row: None), 1.0, [{}]
-    made._order = {"targets": [], "runs": "command", "count": 2, "elements": "x"}
+    made._order = {"args_at": 1, "runs": "command", "count": 2}
     made._place = SimpleNamespace(
         role=SimpleNamespace(task=SimpleNamespace(argv=["true"])),
         command=lambda argv, env: (list(argv), dict(env), "/"),
@@ -68,42 +65,30 @@ def host(tmp_path, monkeypatch) -> Iterator[HostProcess]:
     )
     monkeypatch.setattr(host_module, "collect", list)
     monkeypatch.setattr(host_module, "_children", list)  # those of pytest are not an element's
-    yield made
-    ours.close()
-    theirs.close()
+    return made
 
 
 def waiting(host: HostProcess, *elements: int) -> None:
-    host._obey({"do": "run", "elements": [[element, 1, []] for element in elements]})
+    host._obey({"do": "run", "elements": [[element, 1, {"values": {}}] for element in elements]})
 
 
 def running(host: HostProcess, element: int) -> RunningElement:
-    host._running.append(RunningElement((element, 1), [], {}))
+    host._running.append(RunningElement((element, 1), {}, {}))
     return host._running[-1]
 
 
-@pytest.mark.parametrize("something_runs", [False, True])
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
-def test_what_waits_on_a_host_that_is_full_begins_when_something_has_ended(
-    host, monkeypatch, number, something_runs
-):
-    """Neither a slot nor a descriptor is lost. Where nothing runs that may end, none can begin."""
-
+def test_an_element_whose_process_the_node_has_no_room_for_fails_with_that(host, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     waiting(host, 0)
     before = len(os.listdir("/proc/self/fd"))
-    if something_runs:
-        running(host, 5)
     host.step(set())
-    assert host._channel.rows == [], "there may be room in a moment"
-    monkeypatch.setattr(host_module, "_FULL_S", 0.0)
     host.step(set())
-    reason = f"node {socket.gethostname()} has no room for another process: {os.strerror(number)}"
-    assert host._channel.rows == ([] if something_runs else [("unprepared", {"reason": reason})])
-    assert host._may_begin is something_runs
+    ((kind, values),) = host._channel.rows
+    assert (kind, values["row"][:3]) == ("ended", [0, 1, 126])
+    assert "Resource temporarily unavailable" in values["row"][4]
     assert host._slots == [{}]
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -132,10 +117,10 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed():
     server = ForkServer.__new__(ForkServer)
     server._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server._channel.setblocking(False)
-    server._asked, server._key, server._false_starts = {}, 0, 3
-    runs, unread = (RunningElement((0, 1), [], {}) for _ in range(2))
+    server._asked, server._false_starts = {}, 3
+    runs, unread = (RunningElement((index, 1), {}, {}) for index in range(2))
     for element in (runs, unread):
-        assert server.ask(element, {})
+        server.ask(element, {})
     theirs.send(json.dumps({"at": "begun", "key": 0, "pid": 7}).encode())
     theirs.close()
 
@@ -159,6 +144,6 @@ def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
     for number in range(3):
         orphans.look([(0, 1)], set(), float(number), 1.0)
         assert sent == []
-        assert bool(orphans) is (number != 1), "what may be one is looked at again soon"
+        assert bool(orphans.pids) is (number != 1), "what may be one is looked at again soon"
     orphans.look([(0, 1)], set(), 3.0, 1.0)
     assert sent == [(os.getpid(), signal.SIGTERM)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_run_ray.experiment.job import not_ready
-from nemo_run_ray.remote.group.driver import events_of_report, group_rows
+from nemo_run_ray.remote.group.driver import event_of, group_rows
 from nemo_run_ray.remote.group.machine import (
     END,
     PREPARE,
@@ -213,15 +213,17 @@ def test_the_probes_answer_is_shown_until_the_service_is_ready_or_starts_again(c
     report = {"at": "waiting", "words": "not ready for 30 s: /health is answered with 301, not 200"}
     for event in (*ready(SERVER), exited(SERVER, 1)):
         group = group_in(Phase.SERVICES, restarts=1)
-        assert after(group, *events_of_report(SimpleNamespace(replica_id=SERVER), report)) == []
-        assert not_ready(group_rows(group, {}, "")) == [f"server/0 is {report['words']}"]
+        waits = event_of(SimpleNamespace(replica_id=SERVER), report)
+        assert waits is not None
+        assert after(group, waits) == []
+        assert not_ready(group_rows(group, "")) == [f"server/0 is {report['words']}"]
         assert f"nemo_run_ray| server/0 is {report['words']}" in capfd.readouterr().out
         after(group, event)
-        assert not_ready(group_rows(group, {}, "")) == []
+        assert not_ready(group_rows(group, "")) == []
 
 
 def lost(replica_id: ReplicaId) -> Event:
-    return Event(Kind.LOST, replica_id, "node n1 died")
+    return Event(Kind.LOST, replica_id, "node n1 died", cause=Reason.NODE_DIED)
 
 
 def early(code: int, group_code: int) -> Outcome:

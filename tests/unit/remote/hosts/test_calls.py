@@ -11,7 +11,7 @@ import pytest
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.hosts import calls as calls_module
 from nemo_run_ray.remote.hosts.actors import ReplicaHandle
-from nemo_run_ray.remote.hosts.calls import Calls, Died, Pulled
+from nemo_run_ray.remote.hosts.calls import Calls
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec
 from nemo_run_ray.remote.status import Reason
 
@@ -68,9 +68,8 @@ def calls(ray) -> Calls:
     """The calls of an actor that has answered once and is asked again."""
     found = Calls(ray)
     found.pull(ray.replica)
-    ray.answers[1] = ("n", 0, [])
-    assert list(found.answers()) == [Pulled(ray.replica, "n", 0, [])]
-    found.pull(ray.replica)
+    ray.answers[1] = ("n", 0, ['{"at": "ready"}'])
+    assert list(found.answers()) == [(ray.replica, [{"at": "ready"}])]
     return found
 
 
@@ -86,8 +85,13 @@ def test_an_actor_that_does_not_answer_is_asked_again_and_answers_once(ray, call
     later(monkeypatch, 16)
     assert not [*calls.answers(), *calls.answers()]
     assert ray.made == 3
-    ray.answers.update({2: ("n", 0, []), 3: ("n", 0, [])})
+    ray.answers.update({2: ("n", 1, []), 3: ("n", 1, [])})
     assert len(list(calls.answers())) == 1
+
+
+def test_a_report_that_comes_twice_counts_once(ray, calls):
+    ray.answers[2] = ("n", 0, ['{"at": "ready"}', '{"at": "exited"}'])
+    assert list(calls.answers()) == [(ray.replica, [{"at": "exited"}])]
 
 
 def test_an_actor_that_is_still_to_come_up_is_asked_once(ray, monkeypatch):
@@ -100,9 +104,6 @@ def test_an_actor_that_is_still_to_come_up_is_asked_once(ray, monkeypatch):
 
 def test_a_start_that_has_failed_is_told_with_its_error(ray, calls):
     ray.answers[2] = StartFailed("The actor died in its creation task\n\nOSError: disk full\n")
-    (died,) = calls.answers()
-    assert died == Died(
-        ray.replica,
-        "Ray's worker there failed at its start: OSError: disk full",
-        Reason.NOT_STARTED,
-    )
+    words = "Ray's worker there failed at its start: OSError: disk full"
+    died = {"at": "died", "words": words, "cause": Reason.NOT_STARTED}
+    assert list(calls.answers()) == [(ray.replica, [died])]
