@@ -38,6 +38,7 @@ from nemo_run_ray.plan.roles import (
     replace_macros,
     variable,
 )
+from nemo_run_ray.remote.array.fork_server import set_field
 from nemo_run_ray.remote.spec import ArraySpec
 
 #: Limits of all elements' values together, and of one element's.
@@ -158,8 +159,13 @@ def array(
                 for at, row in enumerate(rows)
             )
         else:
-            for field in fields:
-                _must_have(task, field)
+            changed = copy.deepcopy(task)
+            for field, value in fields.items():
+                try:
+                    set_field(changed, field, value)
+                except (AttributeError, IndexError, TypeError, ValueError) as error:
+                    name = _name(task)
+                    raise ConfigError(f"There is no field {field!r} in {name}: {error}") from error
             header["template"] = _template(task)
         elements = ({"values": row} for row in rows)
     return Array(inline=_text_of(header, elements), env=env, entrypoint=ARRAY)
@@ -334,23 +340,6 @@ def _template(task: run.Partial[Any]) -> str:
             "and classes by their names, so that a lambda, or a function inside of another, cannot "
             "be one. Define it at the top of a module."
         ) from error
-
-
-def _must_have(task: run.Partial[Any], field: str) -> None:
-    """Check that a path leads to a field of the configuration."""
-    target: Any = task
-    *above, last = field.split(".")
-    try:
-        for name in above:
-            target = target[int(name)] if isinstance(target, list) else getattr(target, name)
-        if isinstance(target, list):
-            target[int(last)]
-        elif isinstance(target, fdl.Buildable):
-            setattr(copy.copy(target), last, None)
-        else:
-            raise TypeError(f"a {type(target).__name__} has no fields")
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ConfigError(f"There is no field {field!r} in {_name(task)}: {error}") from error
 
 
 # ---------------------------------------------------------------------- the values

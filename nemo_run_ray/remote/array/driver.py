@@ -23,8 +23,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 from ..files import open_own, write_file
 from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..fit import hosts as nodes_that_fit
-from ..hosts.actors import Actors, ReplicaHandle, module_function
-from ..hosts.calls import Calls, Reports
+from ..hosts.actors import Actors, ReplicaHandle, Reports, module_function
 from ..hosts.relay import PROGRAM
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, read_secrets, remove_secrets
@@ -67,15 +66,14 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
         leases = Leases(spec, path, submission_id, folder)
         starts = HostStarts(spec, job, secrets, leases.progress.count)
         try:
-            calls = Calls(starts.ray)
-            code = ArrayDriver(runner, spec, leases, starts, calls, folder, submission_id).run()
+            code = ArrayDriver(runner, spec, leases, starts, folder, submission_id).run()
             starts.wait()
             return code
         finally:
             for late in request_paths(folder, submission_id):
                 with suppress(OSError):
                     os.remove(late)
-            starts.ray.shutdown()
+            starts.actors.ray.shutdown()
     finally:
         remove_secrets()  # of a driver that is killed they are left: it is started again
 
@@ -112,11 +110,11 @@ class Host(ReplicaHandle):
 
 
 class HostStarts:
-    """Starts hosts, and programs that end what dead ones have left, by ``ray``."""
+    """Starts hosts, and programs that end what dead ones have left."""
 
     def __init__(self, spec: ArraySpec, job: str, secrets: Mapping[str, str], count: int) -> None:
-        self._role, self._actors = spec.host, Actors(job, secrets)
-        self.ray = self._actors.ray
+        self._role, self.actors = spec.host, Actors(job, secrets)
+        self._ray = self.actors.ray
         self._order = {
             "gpus": spec.host.resources.get("GPU", 0.0),
             "runs": spec.runs,
@@ -124,8 +122,8 @@ class HostStarts:
             "elements": spec.elements,
             "count": count,
         }
-        self._program = self.ray.remote(module_function())
-        self._on = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        self._program = self._ray.remote(module_function())
+        self._on = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         self._forgetting: List[Any] = []
 
     def free(self) -> Dict[str, Dict[str, float]]:
@@ -133,8 +131,8 @@ class HostStarts:
         from ray.autoscaler.v2.sdk import get_cluster_status
 
         try:
-            status = get_cluster_status(self.ray.get_runtime_context().gcs_address)
-        except self.ray.exceptions.RayError as error:  # no host is started meanwhile
+            status = get_cluster_status(self._ray.get_runtime_context().gcs_address)
+        except self._ray.exceptions.RayError as error:  # no host is started meanwhile
             say(f"Ray does not say what its nodes have free: {error}")
             return {}
         return {
@@ -150,8 +148,8 @@ class HostStarts:
         resources = {key: amount * count for key, amount in role.resources.items()}
         host = Host((role.name, record.number), role, node, record.tag, record.run_dir, slots=count)
         host.deadline = time.monotonic() + _PLACED_S
-        self._actors.start(host, resources, self._on(node.node_id, soft=False), "array.host")
-        return host, {**self._actors.prepare_order(host), **self._order, "slots": count}
+        self.actors.start(host, resources, self._on(node.node_id, soft=False), "array.host")
+        return host, {**self.actors.prepare_order(host), **self._order, "slots": count}
 
     def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Any:
         """Start the program of ``notes.py`` on a node; a reference for ``swept``."""
@@ -167,7 +165,7 @@ class HostStarts:
         """Wait a moment until all notes are removed."""
         if self._forgetting:
             count = len(self._forgetting)
-            self.ray.wait(self._forgetting, num_returns=count, timeout=_END_MARGIN_S)
+            self._ray.wait(self._forgetting, num_returns=count, timeout=_END_MARGIN_S)
 
     def _run_notes(self, node_id: str, request: Mapping[str, Any]) -> Any:
         env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
@@ -175,16 +173,16 @@ class HostStarts:
             num_cpus=0, max_retries=0, scheduling_strategy=self._on(node_id, soft=False)
         )
         return task.remote(
-            self._actors.package, PROGRAM, f"{__package__}.notes", json.dumps(request), env
+            self.actors.package, PROGRAM, f"{__package__}.notes", json.dumps(request), env
         )
 
     def swept(self, reference: Any) -> Optional[Mapping[str, Any]]:
         """The answer of a sweep; ``None`` when it is not there yet."""
-        if not self.ray.wait([reference], timeout=0)[0]:
+        if not self._ray.wait([reference], timeout=0)[0]:
             return None
         try:
-            answer: Mapping[str, Any] = json.loads(self.ray.get(reference))
-        except self.ray.exceptions.RayError as error:
+            answer: Mapping[str, Any] = json.loads(self._ray.get(reference))
+        except self._ray.exceptions.RayError as error:
             return {"swept": [], "remaining": f"{type(error).__name__}: {error}"}
         return answer
 
@@ -228,13 +226,12 @@ class ArrayDriver:
         spec: ArraySpec,
         leases: Leases,
         starts: HostStarts,
-        calls: Calls,
         folder: str,
         submission_id: str,
     ) -> None:
         self._runner, self._spec = runner, spec
         self._leases, self._progress = leases, leases.progress
-        self._starts, self._ray, self._calls = starts, starts.ray, calls
+        self._starts, self._actors, self._ray = starts, starts.actors, starts.actors.ray
         self._folder, self._submission_id = folder, submission_id
         self._request = ResourceRequest(spec.host.resources, spec.host.label_selector)
         self._look_at = self._tell_at = self._write_at = 0.0
@@ -251,7 +248,7 @@ class ArrayDriver:
         self._is_stopped = self._is_cancelled = False
         self.hosts: Dict[int, Host] = {}
         # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
-        self.dead = {record.number for record in leases.hosts}
+        self.dead = {record.number: record for record in leases.hosts}
         self.broken: Optional[Tuple[Reason, str]] = None
 
     def run(self) -> int:
@@ -277,11 +274,10 @@ class ArrayDriver:
         elif self._is_cancelled:
             code, cause, ending = 143, Reason.CANCELLED, "cancelled"
         # Nothing says of these that their processes have ended.
-        numbers = set(self.dead)
-        numbers.update(
-            number for number, host in self.hosts.items() if host.state is not HostState.LEAVING
-        )
-        nodes = sorted({self._leases.hosts[number].node_id[:12] for number in numbers})
+        living = [one for one in self.hosts.values() if one.state is not HostState.LEAVING]
+        node_ids = {one.node.node_id for one in living}
+        node_ids |= {record.node_id for record in self.dead.values()}
+        nodes = sorted(node_id[:12] for node_id in node_ids)
         place = f"on {', '.join(nodes)}, where nothing says that all have ended"
         runner.left_on = (place,) if nodes else ()
         if nodes:
@@ -298,7 +294,7 @@ class ArrayDriver:
             self._look_at = now + _LOOK_S
             self._cancel_requested()
             self.look(now)
-        for host, reports in self._calls.answers():
+        for host, reports in self._actors.answers():
             self.hear(host, reports)
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
         if self.broken is not None:
@@ -388,7 +384,7 @@ class ArrayDriver:
                 rows.setdefault(host, []).append(row)
         self._commit()
         for host, elements in () if self._is_stopped else rows.items():
-            self._calls.order(host, {"do": "run", "elements": elements})
+            self._actors.order(host, {"do": "run", "elements": elements})
 
     def _cancel_requested(self) -> None:
         """Cancel what clients want, and say so to them when the disk has it."""
@@ -405,7 +401,7 @@ class ArrayDriver:
                 for host in self.hosts.values():
                     leased = wanted & self._held(host).items()
                     if leased:
-                        self._calls.order(host, {"do": "cancel", "elements": list(leased)})
+                        self._actors.order(host, {"do": "cancel", "elements": list(leased)})
                 self._commit()
                 text = ", ".join(f"{first} to {last}" for first, last in request["cancel"][:5])
                 say(f"the user has cancelled the elements {text}; {len(wanted)} have a host")
@@ -444,7 +440,7 @@ class ArrayDriver:
             # What it still has came when it was told to end.
             self._leases.give_back(number, begun=())
             self._commit()  # before it removes its notes
-            self._calls.order(host, {"do": "leave"})
+            self._actors.order(host, {"do": "leave"})
             host.state, host.deadline = HostState.LEAVING, time.monotonic() + _END_MARGIN_S
         elif kind == "gone" and host.state is HostState.LEAVING:
             self._drop(host)
@@ -508,7 +504,7 @@ class ArrayDriver:
             used += sum(len(self._leases.held(number)) for number in self.dead)
             wanted = min(wanted, self._spec.max_in_flight - used)
         busy = {host.node.node_id for host in starting}
-        busy |= {self._leases.hosts[number].node_id for number in self.dead}
+        busy |= {record.node_id for record in self.dead.values()}
         busy |= {node_id for node_id, (_, until) in self._refusals.items() if now < until}
         available = {
             node_id: resources
@@ -523,8 +519,7 @@ class ArrayDriver:
         for record, (node_id, count) in zip(records, () if self._is_stopped else planned):
             host, order = self._starts.start(record, nodes[node_id], count)
             self.hosts[host.number] = host
-            self._calls.pull(host)
-            self._calls.order(host, order)
+            self._actors.order(host, order)
         if self.hosts:
             self._tell_at = now + _TELL_S
         elif now >= self._tell_at:
@@ -540,7 +535,7 @@ class ArrayDriver:
             return
         host.state = HostState.ENDING
         host.deadline = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
-        self._calls.order(host, {"do": "end"})
+        self._actors.order(host, {"do": "end"})
 
     def _drop(self, host: Host) -> None:
         """End the actor of a host of which nothing runs."""
@@ -551,15 +546,14 @@ class ArrayDriver:
     def _give_up(self, host: Host) -> None:
         """End the actor of a host: what it had may run until the contrary is proven."""
         self._drop(host)
-        self.dead.add(host.number)
+        self.dead[host.number] = self._leases.hosts[host.number]
 
     # ------------------------------------------------------------------ proof
 
     def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by a program on the node."""
         by_node: Dict[str, List[HostRecord]] = {}
-        for number in sorted(self.dead):
-            record = self._leases.hosts[number]
+        for number, record in list(self.dead.items()):
             if record.node_id in self._nodes:
                 by_node.setdefault(record.node_id, []).append(record)
                 continue
@@ -568,7 +562,7 @@ class ArrayDriver:
             if not self._leases.held(number) or now >= since + node_dead_s():
                 # What had begun there, nobody knows.
                 self._leases.give_back(number)
-                self.dead.discard(number)
+                del self.dead[number]
         for node_id, records in by_node.items():
             if node_id not in self._sweeps and now >= self._sweep_at.get(node_id, 0.0):
                 self._sweeps[node_id] = self._starts.sweep(node_id, records)
@@ -591,7 +585,7 @@ class ArrayDriver:
                         f"nothing of a dead host runs: of {before} elements, {before - again} had "
                         f"ended, and {again} are started again"
                     )
-                self.dead.discard(number)
+                del self.dead[number]
             self._commit()
             swept = [self._leases.hosts[number].run_dir for number, *_ in answer["swept"]]
             if swept:
@@ -605,9 +599,9 @@ class ArrayDriver:
             return False
         # An array that is being ended does not wait for dead nodes: nothing runs a second time.
         dead = [
-            number
-            for number in self.dead
-            if not self._is_stopped or self._leases.hosts[number].node_id in self._nodes
+            record
+            for record in self.dead.values()
+            if not self._is_stopped or record.node_id in self._nodes
         ]
         until = self._settled_at + self._spec.grace_s + _CLOSE_S
         return not (self.hosts or dead) or time.monotonic() >= until

@@ -158,16 +158,6 @@ class ElementState(IntEnum):
     CANCELLED = 4
 
 
-class Stretch(NamedTuple):
-    """Elements in a row with the same state, attempts, and exit code of the last one."""
-
-    first: int
-    last: int
-    state: str
-    attempts: int
-    code: int
-
-
 class ArrayProgress:
     """The state of all elements, which records alone change.
 
@@ -278,13 +268,13 @@ class ArrayProgress:
             if state in _UNFINISHED:
                 self._move(index, ElementState.CANCELLED)
 
-    def stretches(self) -> Iterator[Stretch]:
-        """The state of every element."""
+    def stretches(self) -> Iterator[Tuple[int, int, str, int, int]]:
+        """First and last of elements in a row, their state, attempts, and last exit code."""
         first = 0
         rows = zip(self._states, self.attempts, self._codes)
         for (state, attempts, code), same in groupby(rows):
             last = first + sum(1 for _ in same) - 1
-            yield Stretch(first, last, ElementState(state).name.lower(), attempts, code)
+            yield first, last, ElementState(state).name.lower(), attempts, code
             first = last + 1
 
     def _move(self, index: int, state: ElementState) -> None:

@@ -172,16 +172,8 @@ def _run(template: Any, order: dict[str, Any], main_ended: str) -> NoReturn:
         if "template" in order:
             template = _load(order["template"], main_ended)
         with suspend_tracking():  # which walks the stack for each value that is set
-            for path, value in order.get("values", {}).items():
-                *parents, last = path.split(".")
-                target = template
-                for name in parents:
-                    is_list = isinstance(target, list)
-                    target = target[int(name)] if is_list else getattr(target, name)
-                if isinstance(target, list):
-                    target[int(last)] = value
-                else:
-                    setattr(target, last, value)
+            for field, value in order.get("values", {}).items():
+                set_field(template, field, value)
         value = fdl.build(template)()
         with suppress(TypeError, ValueError, RecursionError):  # else it is for the element alone
             text = json.dumps(value)
@@ -203,6 +195,17 @@ def _run(template: Any, order: dict[str, Any], main_ended: str) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def set_field(target: Any, field: str, value: Any) -> None:
+    """Set a field of a configuration by its path."""
+    *parents, last = field.split(".")
+    for name in parents:
+        target = target[int(name)] if isinstance(target, list) else getattr(target, name)
+    if isinstance(target, list):
+        target[int(last)] = value
+    else:
+        setattr(target, last, value)
 
 
 def _send(channel: socket.socket, **values: Any) -> None:

@@ -19,7 +19,6 @@ from typing import Any, Mapping, Sequence
 from ..files import write_file
 from ..fit import Node, ResourceRequest, amounts_text, fits, hosts, nodes_of, slots, why_not
 from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, name
-from ..hosts.calls import Calls
 from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
@@ -38,7 +37,7 @@ _WATCH_S, _TELL_S = 5.0, 30.0
 _LOOK_S, _LOOK_MAX_S = 0.1, 1.0
 #: Seconds until a group whose roles spread tries other nodes, until the first line about one that
 #: waits, and for which one must look infeasible, since nodes may be joining right now.
-_OTHERS_S = _FIRST_TELL_S = _INFEASIBLE_S = 3.0
+_OTHERS_S = 3.0
 #: Seconds in which a worker must come up by a ``py_executable``, after those in which something is
 #: installed for it: Ray itself tries it for ever.
 _OWN_PYTHON_S, _BUILD_S = 90.0, 600.0
@@ -59,7 +58,6 @@ class _Driver:
         self._runner.left_on = None  # until all nodes have confirmed it
         self._actors = Actors(job, take_secrets(spec.secrets))
         self._ray = self._actors.ray
-        self._calls = Calls(self._ray)
         self._watch_at = self._tell_at = self._placed_at = 0.0
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
         self._rows_path = os.path.join(folder, status_file_name(submission_id))
@@ -89,7 +87,7 @@ class _Driver:
             handles = [one.handle for one in replicas if one.handle is not None]
             living = [one for one in handles if one.answers and not one.dead]
             has_lost = any(one.life is ReplicaState.LOST for one in replicas)
-            all_ended = self._calls.close(living) and not has_lost
+            all_ended = self._actors.close(living) and not has_lost
             room.leave()
             self._ray.shutdown()
         runner, outcome = self._runner, self._group.outcome
@@ -114,7 +112,6 @@ class _Driver:
                 handle = ReplicaHandle(key, role, node, tag, run_dir)
                 self._group.replicas[key].handle = handle
                 self._actors.start(handle, role.resources, strategy(room.group, bundle))
-                self._calls.pull(handle)
                 names.append(node.host)
             say(f"{role.name} goes to {', '.join(dict.fromkeys(names))}")
         self._placed_at = time.monotonic()
@@ -150,7 +147,7 @@ class _Driver:
                 self._tell_at = now + _TELL_S
                 texts = [f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8]]
                 say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
-        for handle, reports in self._calls.answers():
+        for handle, reports in self._actors.answers():
             for report in reports:
                 if (happened := event_of(handle, report)) is not None:
                     self._happened(happened)
@@ -188,7 +185,7 @@ class _Driver:
                 values = {"env": variables(self._spec, replica_id, addresses, ports)}
             else:
                 handle.end_by = time.monotonic() + handle.role.task.grace_s + _END_MARGIN_S
-            self._calls.order(handle, {**values, "do": order})
+            self._actors.order(handle, {**values, "do": order})
         self._show()
 
     def _show(self, waits_for: str = "") -> None:
@@ -231,9 +228,7 @@ class PlacementGroup:
         self._ray = ray
         self._spec = spec
         self._began_at = time.monotonic()
-        self._tell_at = self._began_at + _FIRST_TELL_S
-        self._others_at = self._began_at + _OTHERS_S
-        self._infeasible_at = self._began_at + _INFEASIBLE_S
+        self._tell_at = self._others_at = self._infeasible_at = self._began_at + _OTHERS_S
         self._turn = 0
         self._pause_s = _LOOK_S
         self.waits_for = ""
@@ -256,7 +251,7 @@ class PlacementGroup:
             never = f"no nodes of this cluster can host the group ({', '.join(sorted(strategies))})"
         words = why_waiting(spec, nodes, self._ray.available_resources(), never)
         if not never:
-            self._infeasible_at = now + _INFEASIBLE_S
+            self._infeasible_at = now + _OTHERS_S
         elif now >= self._infeasible_at and not spec.wait_for_nodes:
             return Event(Kind.REFUSED, words=words, cause=Reason.UNSCHEDULABLE)
         limit_s = spec.placing_timeout_s

@@ -102,7 +102,7 @@ BAD = [
     (SCRIPT, {"env.X": [None]}, "env.X of the element 0 is None"),
     (PARTIAL, {"sead": [1]}, "no field 'sead' in tests.array_tasks.train: .* seed, model"),
     (PARTIAL, {"model.depth": [1]}, "no field 'model.depth' .* width"),
-    (PARTIAL, {"seed.x": [1]}, "a int has no fields"),
+    (PARTIAL, {"seed.x": [1]}, "'int' object has no attribute"),
     (PARTIAL, {"seed": [object()]}, "element 0 of the array cannot be sent"),
     (PARTIAL, {"seed": ["x" * 40_000]}, "has 40024 bytes, and 32768 are sent"),
     (PARTIAL, [{"seed": 1}, {"model": 2}], "element 1 of the array is .*same fields"),

@@ -13,8 +13,7 @@ from nemo_run_ray.remote.array import driver as driver_module
 from nemo_run_ray.remote.array.driver import ArrayDriver, Host
 from nemo_run_ray.remote.array.elements import HostRecord, Leases
 from nemo_run_ray.remote.fit import Node
-from nemo_run_ray.remote.hosts.actors import ReplicaHandle
-from nemo_run_ray.remote.hosts.calls import Reports
+from nemo_run_ray.remote.hosts.actors import ReplicaHandle, Reports
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
 ID = "e_1.array"
@@ -53,11 +52,22 @@ class Ray:
         self.killed.append(handle)
 
 
+class Actors:
+    """Keeps what hosts were told; nobody answers."""
+
+    def __init__(self, ray: Ray) -> None:
+        self.ray = ray
+        self.orders: list[tuple[int, dict[str, Any]]] = []
+
+    def order(self, replica: ReplicaHandle, order: dict[str, Any]) -> None:
+        self.orders.append((replica.replica_id[1], order))
+
+
 class Starts:
     """Starts hosts that have no processes, and programs that sweep when the test says so."""
 
     def __init__(self, ray: Ray) -> None:
-        self.ray = ray
+        self.ray, self.actors = ray, Actors(ray)
         self.sweeps: dict[str, list[int]] = {}
         self.answers: dict[str, dict[str, Any]] = {}
         self.forgotten: list[str] = []
@@ -80,28 +90,16 @@ class Starts:
         return self.answers.pop(node_id, None)
 
 
-class Calls:
-    """Keeps what hosts were told; nobody answers."""
-
-    def __init__(self) -> None:
-        self.orders: list[tuple[int, dict[str, Any]]] = []
-
-    def order(self, replica: ReplicaHandle, order: dict[str, Any]) -> None:
-        self.orders.append((replica.replica_id[1], order))
-
-    def pull(self, replica: ReplicaHandle) -> None: ...
-
-
 class Cluster:
     """An array of twelve elements on two nodes, with a host on each."""
 
     def __init__(self, leases: Leases, spec: ArraySpec, folder: Path) -> None:
         self.passed_s = 0.0
-        self.leases, self.calls, self.ray = leases, Calls(), Ray()
+        self.leases, self.ray = leases, Ray()
         self.starts = Starts(self.ray)
+        self.actors = self.starts.actors
         self.runner = SimpleNamespace(order=lambda: None, ending="", cancelled=False)
-        given = self.runner, spec, leases, self.starts, self.calls
-        self.driver = ArrayDriver(*given, str(folder), ID)
+        self.driver = ArrayDriver(self.runner, spec, leases, self.starts, str(folder), ID)
 
     def now(self) -> float:
         return time.monotonic() + self.passed_s
@@ -151,7 +149,7 @@ class Cluster:
     def attempts(self) -> list[int]:
         """How often each element was begun, as far as is known."""
         stretches = self.leases.progress.stretches()
-        return [one.attempts for one in stretches for _ in range(one.first, one.last + 1)]
+        return [one[3] for one in stretches for _ in range(one[0], one[1] + 1)]
 
 
 class Drive:
@@ -165,7 +163,7 @@ class Drive:
         self.cluster, self.seconds, self.code = cluster, 0, -1
         self.stuck: set[int] = set()
         self.later: dict[int, Callable[[], object]] = {}
-        cluster.calls.repeat, cluster.calls.answers = lambda: None, self._answers
+        cluster.actors.answers = self._answers
         clock = SimpleNamespace(monotonic=cluster.now, sleep=lambda _: self._pass())
         monkeypatch.setattr(driver_module, "time", clock)
 
@@ -185,7 +183,7 @@ class Drive:
 
     def _answers(self) -> Iterator[tuple[ReplicaHandle, Reports]]:
         self._pass()
-        told, self.cluster.calls.orders[:] = list(self.cluster.calls.orders), []
+        told, self.cluster.actors.orders[:] = list(self.cluster.actors.orders), []
         for number, order in told:
             host = self.cluster.driver.hosts.get(number)
             if host is not None and number not in self.stuck:

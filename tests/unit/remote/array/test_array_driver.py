@@ -18,7 +18,7 @@ from nemo_run_ray.remote.array.elements import (
 )
 from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
 from nemo_run_ray.remote.status import JOURNAL_FILE, NODE_DEAD_S, Reason, file_of
-from tests.unit.remote.array.pools import ID, ROLE, Calls, Cluster, close
+from tests.unit.remote.array.pools import ID, ROLE, Actors, Cluster, close
 
 LABELLED = ROLE._replace(label_selector={"pool": "gpu"})
 UNLABELLED = ROLE._replace(label_selector={"pool": "cpu"})
@@ -126,7 +126,7 @@ def test_the_disk_has_a_lease_before_a_host_hears_of_it(cluster, tmp_path, monke
     path = str(tmp_path / file_of(ID, JOURNAL_FILE))
     heard: list[tuple[int, int]] = []
 
-    def order(calls: Calls, replica: object, what: dict) -> None:
+    def order(actors: Actors, replica: object, what: dict) -> None:
         if what["do"] == "run":
             records = [one for one in read_records(path) if one.kind == LEASED]
             written = {(one.element, one.attempt) for one in records}
@@ -135,7 +135,7 @@ def test_the_disk_has_a_lease_before_a_host_hears_of_it(cluster, tmp_path, monke
             heard.extend(rows)
 
     cluster.ready(*cluster.on("n1"))
-    monkeypatch.setattr(Calls, "order", order)
+    monkeypatch.setattr(Actors, "order", order)
     cluster.feed()
     assert sorted(heard) == [(0, 1), (1, 1)]
 
@@ -158,7 +158,7 @@ def test_no_element_is_started_until_the_disk_has_it(
     monkeypatch.setattr(LinesFile, "commit", fails)
     cluster.feed()
     assert "cannot write its journal ([Errno 28] No space left" in capfd.readouterr().out
-    rows = [order["elements"] for _, order in cluster.calls.orders if order["do"] == "run"]
+    rows = [order["elements"] for _, order in cluster.actors.orders if order["do"] == "run"]
     assert len(rows) == (not is_cancelled)
     assert drive.seconds == (1 if is_cancelled else 3)
 
@@ -241,7 +241,7 @@ def test_a_host_that_does_not_leave_is_swept(cluster, end):
     cluster.leases.cancel([(0, 11)], only_waiting=False)
     cluster.look()
     cluster.tells(host, at="idle")
-    assert (host.state, cluster.calls.orders[-1][1]) == (HostState.LEAVING, {"do": "leave"})
+    assert (host.state, cluster.actors.orders[-1][1]) == (HostState.LEAVING, {"do": "leave"})
     if end == "gone":
         cluster.tells(host, at="gone")
     cluster.look(later_s=31)
@@ -268,7 +268,7 @@ def test_hosts_of_an_earlier_driver_that_has_leased_nothing_are_swept_too(tmp_pa
     close(leases)
     again = Leases(spec, str(tmp_path / "elements"), ID, str(tmp_path))
     assert again.hosts == [record]
-    assert Cluster(again, spec, tmp_path).driver.dead == {0}
+    assert Cluster(again, spec, tmp_path).driver.dead == {0: record}
     close(again)
 
 

@@ -130,7 +130,7 @@ def test_stretches_hold_all_that_is_known_of_elements_in_a_row():
     ended(progress, again, 300)
     assert list(progress.stretches())[1] == (2, 2, "failed", 2, 300 & 0xFF)
     progress.cancel_rest()
-    assert [stretch.state for stretch in progress.stretches()][-1] == "cancelled"
+    assert [stretch[2] for stretch in progress.stretches()][-1] == "cancelled"
     numbers = [progress.number(state) for state in ElementState]
     assert (numbers, progress.ended_count) == ([0, 0, 3, 1, 2], 6)
 

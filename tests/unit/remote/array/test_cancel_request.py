@@ -31,7 +31,7 @@ def test_a_request_is_over_when_the_driver_has_taken_it(folder, cluster):
     cluster.driver._cancel_requested()
     thread.join()
     assert codes == [0]
-    states = [row.state for row in cluster.leases.progress.stretches()]
+    states = [row[2] for row in cluster.leases.progress.stretches()]
     assert states == ["cancelled", "waiting", "cancelled"]
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from nemo_run_ray.remote.fit import Node
-from nemo_run_ray.remote.hosts import calls as calls_module
-from nemo_run_ray.remote.hosts.actors import ReplicaHandle
-from nemo_run_ray.remote.hosts.calls import Calls
+from nemo_run_ray.remote.hosts import actors as actors_module
+from nemo_run_ray.remote.hosts.actors import Actors, ReplicaHandle
 from nemo_run_ray.remote.spec import JobSpec, RoleSpec
 from nemo_run_ray.remote.status import Reason
 
@@ -64,10 +63,18 @@ def ray() -> Ray:
 
 
 @pytest.fixture
-def calls(ray) -> Calls:
-    """The calls of an actor that has answered once and is asked again."""
-    found = Calls(ray)
+def unanswered(ray) -> Actors:
+    """An actor that has been asked for reports."""
+    found = Actors.__new__(Actors)  # without a connection
+    found.ray, found._awaited = ray, {}
     found.pull(ray.replica)
+    return found
+
+
+@pytest.fixture
+def actors(ray, unanswered) -> Actors:
+    """An actor that has answered once and is asked again."""
+    found = unanswered
     ray.answers[1] = ("n", 0, ['{"at": "ready"}'])
     assert list(found.answers()) == [(ray.replica, [{"at": "ready"}])]
     return found
@@ -75,35 +82,33 @@ def calls(ray) -> Calls:
 
 def later(monkeypatch, seconds: float) -> None:
     now = time.monotonic() + seconds
-    monkeypatch.setattr(calls_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(actors_module.time, "monotonic", lambda: now)
 
 
-def test_an_actor_that_does_not_answer_is_asked_again_and_answers_once(ray, calls, monkeypatch):
+def test_an_actor_that_does_not_answer_is_asked_again_and_answers_once(ray, actors, monkeypatch):
     later(monkeypatch, 10)
-    assert not list(calls.answers())
+    assert not list(actors.answers())
     assert ray.made == 2, "it may still be gathering reports"
     later(monkeypatch, 16)
-    assert not [*calls.answers(), *calls.answers()]
+    assert not [*actors.answers(), *actors.answers()]
     assert ray.made == 3
     ray.answers.update({2: ("n", 1, []), 3: ("n", 1, [])})
-    assert len(list(calls.answers())) == 1
+    assert len(list(actors.answers())) == 1
 
 
-def test_a_report_that_comes_twice_counts_once(ray, calls):
+def test_a_report_that_comes_twice_counts_once(ray, actors):
     ray.answers[2] = ("n", 0, ['{"at": "ready"}', '{"at": "exited"}'])
-    assert list(calls.answers()) == [(ray.replica, [{"at": "exited"}])]
+    assert list(actors.answers()) == [(ray.replica, [{"at": "exited"}])]
 
 
-def test_an_actor_that_is_still_to_come_up_is_asked_once(ray, monkeypatch):
-    calls = Calls(ray)
-    calls.pull(ray.replica)
+def test_an_actor_that_is_still_to_come_up_is_asked_once(ray, unanswered, monkeypatch):
     later(monkeypatch, 600)
-    assert not list(calls.answers())
+    assert not list(unanswered.answers())
     assert ray.made == 1
 
 
-def test_a_start_that_has_failed_is_told_with_its_error(ray, calls):
+def test_a_start_that_has_failed_is_told_with_its_error(ray, actors):
     ray.answers[2] = StartFailed("The actor died in its creation task\n\nOSError: disk full\n")
     words = "Ray's worker there failed at its start: OSError: disk full"
     died = {"at": "died", "words": words, "cause": Reason.NOT_STARTED}
-    assert list(calls.answers()) == [(ray.replica, [died])]
+    assert list(actors.answers()) == [(ray.replica, [died])]
