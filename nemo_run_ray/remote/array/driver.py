@@ -23,7 +23,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 from ..files import open_own, write_file
 from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..fit import hosts as nodes_that_fit
-from ..hosts.actors import Actors, ReplicaHandle, Reports, module_function
+from ..hosts.actors import Actors, ReplicaHandle, Reports
 from ..hosts.relay import PROGRAM
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, read_secrets, remove_secrets
@@ -122,7 +122,6 @@ class HostStarts:
             "elements": spec.elements,
             "count": count,
         }
-        self._program = self._ray.remote(module_function())
         self._on = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         self._forgetting: List[Any] = []
 
@@ -169,7 +168,7 @@ class HostStarts:
 
     def _run_notes(self, node_id: str, request: Mapping[str, Any]) -> Any:
         env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
-        task = self._program.options(
+        task = self.actors.run_module.options(
             num_cpus=0, max_retries=0, scheduling_strategy=self._on(node_id, soft=False)
         )
         return task.remote(

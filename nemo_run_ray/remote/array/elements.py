@@ -12,12 +12,10 @@ import json
 import os
 import secrets
 from array import array
-from collections import deque
 from enum import IntEnum
 from itertools import chain, groupby
 from typing import (
     Any,
-    Deque,
     Dict,
     Iterator,
     List,
@@ -158,6 +156,9 @@ class ElementState(IntEnum):
     CANCELLED = 4
 
 
+_UNFINISHED = (ElementState.WAITING, ElementState.LEASED)
+
+
 class ArrayProgress:
     """The state of all elements, which records alone change.
 
@@ -180,16 +181,13 @@ class ArrayProgress:
         self._codes = bytearray(count)
         self._unwanted: Set[int] = set()  # leased ones that were cancelled
         self._losses: Dict[int, int] = {}
-        self._next = 0
-        self._again: Deque[int] = deque()
-        self._counts = [count, 0, 0, 0, 0]
 
     def state(self, index: int) -> ElementState:
         return ElementState(self._states[index])
 
     def number(self, state: ElementState) -> int:
         """The number of elements in a state."""
-        return self._counts[state]
+        return self._states.count(state)
 
     @property
     def ended_count(self) -> int:
@@ -199,19 +197,12 @@ class ArrayProgress:
     @property
     def is_settled(self) -> bool:
         """Whether no element begins any more: those that hosts have were cancelled."""
-        waiting, leased, *_ = self._counts
-        return not waiting and leased == len(self._unwanted)
+        return self.count - self.ended_count == len(self._unwanted)
 
     def next_lease(self, host: int) -> Optional[Record]:
-        """A record that leases the next element to a host: those that wait again come first."""
-        while self._again or self._next < self.count:
-            if self._again:
-                index = self._again.popleft()
-            else:
-                index, self._next = self._next, self._next + 1
-            if self._states[index] == ElementState.WAITING:
-                return Record(index, LEASED, host, self.attempts[index] + 1)
-        return None
+        """A record that leases the first element that waits to a host."""
+        index = self._states.find(ElementState.WAITING)
+        return None if index < 0 else Record(index, LEASED, host, self.attempts[index] + 1)
 
     def apply(self, record: Record, reason: str = "") -> bool:
         """Take a record into account; false when the host has not got that attempt."""
@@ -219,10 +210,10 @@ class ArrayProgress:
         held = self.held.setdefault(host, {})
         if kind == LEASED:
             self.attempts[index] = attempt
-            self._move(index, ElementState.LEASED)
+            self._states[index] = ElementState.LEASED
             held[index] = attempt
         elif kind == CANCELLED and self._states[index] == ElementState.WAITING:
-            self._move(index, ElementState.CANCELLED)
+            self._states[index] = ElementState.CANCELLED
         elif kind == CANCELLED and self._states[index] == ElementState.LEASED:
             self._unwanted.add(index)
         elif held.get(index) == attempt:
@@ -237,36 +228,34 @@ class ArrayProgress:
         index, kind, _, attempt, code = record
         is_wanted, has_ended = index not in self._unwanted, kind == ENDED
         self._unwanted.discard(index)
+        losses = self._losses.get(index, 0)
+        state = ElementState.WAITING
         if has_ended:
             self._codes[index] = code & 0xFF
             self.has_run = self.has_run or is_wanted
         if has_ended and code == 0:
-            return self._move(index, ElementState.SUCCEEDED)
-        if not is_wanted:
-            return self._move(index, ElementState.CANCELLED)
-        losses = self._losses.get(index, 0)
-        if has_ended:  # attempts whose host has died cost no retry
-            has_failed = attempt > self._retries + losses or code in self._permanent_exit_codes
+            state = ElementState.SUCCEEDED
+        elif not is_wanted:
+            state = ElementState.CANCELLED
+        elif has_ended:  # attempts whose host has died cost no retry
+            if attempt > self._retries + losses or code in self._permanent_exit_codes:
+                state = ElementState.FAILED
         elif code:
             losses = self._losses[index] = losses + 1
-            has_failed, code = losses >= LOSSES_MAX, LOST_CODE
-            reason = f"its host has died {losses} times"
+            if losses >= LOSSES_MAX:
+                state, reason = ElementState.FAILED, f"its host has died {losses} times"
+                code = self._codes[index] = LOST_CODE
         else:
             self.attempts[index] -= 1
-            has_failed = False
-        if not has_failed:
-            self._again.append(index)
-            return self._move(index, ElementState.WAITING)
-        self._codes[index] = code & 0xFF
-        if len(self.failures) < _SHOWN_FAILURES:
+        if state is ElementState.FAILED and len(self.failures) < _SHOWN_FAILURES:
             self.failures.append((index, code, reason))
-        return self._move(index, ElementState.FAILED)
+        self._states[index] = state
 
     def cancel_rest(self) -> None:
         """Count all elements that are not over as cancelled: none will begin or end."""
         for index, state in enumerate(self._states):
             if state in _UNFINISHED:
-                self._move(index, ElementState.CANCELLED)
+                self._states[index] = ElementState.CANCELLED
 
     def stretches(self) -> Iterator[Tuple[int, int, str, int, int]]:
         """First and last of elements in a row, their state, attempts, and last exit code."""
@@ -277,13 +266,6 @@ class ArrayProgress:
             yield first, last, ElementState(state).name.lower(), attempts, code
             first = last + 1
 
-    def _move(self, index: int, state: ElementState) -> None:
-        self._counts[self._states[index]] -= 1
-        self._counts[state] += 1
-        self._states[index] = state
-
-
-_UNFINISHED = (ElementState.WAITING, ElementState.LEASED)
 
 #: Seconds from an element's end until its host has another one, when that is not there already.
 _ROUND_TRIP_S = 0.3

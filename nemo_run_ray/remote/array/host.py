@@ -114,12 +114,11 @@ class HostProcess:
         poll = select.poll()
         writing = select.POLLOUT if self._channel.unsent else 0
         poll.register(self._channel.fileno(), select.POLLIN | writing)
-        poll.register(wake, select.POLLIN)
-        if self._fork_server is not None:
-            poll.register(self._fork_server.fileno(), select.POLLIN)
-        for element in self._running:
-            if element.fd is not None and not self._channel.is_full:
-                poll.register(element.fd, select.POLLIN)
+        fds = [wake, *(element.fd for element in self._running if not self._channel.is_full)]
+        fds += [self._fork_server.fileno()] if self._fork_server is not None else []
+        for fd in fds:
+            if fd is not None:
+                poll.register(fd, select.POLLIN)
         is_busy = self._is_ending or bool(self._orphans.pids)
         is_busy = is_busy or any(element.is_ending for element in self._running)
         return {fd for fd, _ in poll.poll(1000 * (ROUND_S if is_busy else _LOOK_S))}
@@ -275,10 +274,8 @@ class HostProcess:
         if over or now >= self._look_at:
             self._look_at = now + _LOOK_S
             active = [element for element in self._running if element.code is None]
-            groups = {element.pid for element in active if element.pid is not None}
-            if self._fork_server is not None:
-                groups.add(self._fork_server.pid)
-            self._orphans.look([element.lease for element in active], groups, now, self._grace_s)
+            server = self._fork_server.pid if self._fork_server is not None else None
+            self._orphans.look(active, server, now, self._grace_s)
         for element in over:
             if not self._orphans.has(element.lease):  # it has ended when what it has left has
                 self._running.remove(element)
@@ -550,13 +547,15 @@ class Orphans:
         """
         return bool(self._marks & {mark_of(lease), b""})
 
-    def look(self, running: Sequence[Lease], groups: Set[int], now: float, grace_s: float) -> None:
+    def look(
+        self, running: Sequence[RunningElement], server: Optional[int], now: float, grace_s: float
+    ) -> None:
         """Find those of elements whose first process has ended, and end them at the second look.
 
-        At one look it may be a running element's: during an execve no process shows its mark. The
-        groups are those of running elements and of the fork server.
+        At one look it may be a running element's: during an execve no process shows its mark.
         """
-        active = set(map(mark_of, running))
+        active = {mark_of(element.lease) for element in running}
+        groups = {server, *(element.pid for element in running)}
         found: Dict[int, bytes] = {}
         for pid in _children():
             if pid not in groups:  # the first processes are most of them

@@ -92,6 +92,7 @@ class Actors:
     Attributes:
         ray: the module, connected.
         package: reference of an archive of this package and the job's files.
+        run_module: a task that runs a module of it.
     """
 
     def __init__(self, job: str, secrets: Mapping[str, str]) -> None:
@@ -116,7 +117,7 @@ class Actors:
         )
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray's handler would leave at once
         self.ray: Any = ray
-        self._class = ray.remote(actor_class())
+        self._class, self.run_module = map(ray.remote, sent_by_value())
         self._codes: Dict[str, Any] = {}  # by the folder on this node
         self._awaited: Dict[Any, Tuple[float, ReplicaHandle]] = {}  # since when
         self.package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
@@ -274,11 +275,17 @@ def tar(*folders: str) -> bytes:
     return buffer.getvalue()
 
 
-def actor_class() -> Any:
-    """The class of the actors; defined here, so that it is sent by value and needs no archive.
+def sent_by_value() -> Tuple[Any, Any]:
+    """The class of the actors, and a function that runs a module of this package on a node.
 
-    It may use nothing of this package, only the standard library, whose modules are sent as names.
+    They are defined here, so that they are sent by value and need no archive. They may use nothing
+    of this package, only the standard library, whose modules are sent as names.
     """
+
+    def unpack(data: bytes, folder: str) -> None:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extraction_filter = lambda member, path: member  # it is trusted
+            archive.extractall(folder)
 
     class ReplicaActor:
         def __init__(
@@ -291,9 +298,7 @@ def actor_class() -> Any:
             try:
                 for kind, data in (("package", package), (name, code)):
                     if data:
-                        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-                            archive.extraction_filter = lambda member, path: member  # it is trusted
-                            archive.extractall(os.path.join(folder, kind))
+                        unpack(data, os.path.join(folder, kind))
                 sys.path.append(os.path.join(folder, "package"))
                 relay = importlib.import_module("nemo_run_ray_remote.hosts.relay")
                 self._relay = relay.Relay(folder, *place)
@@ -310,19 +315,11 @@ def actor_class() -> Any:
         def close(self) -> Any:
             return self._relay.close()
 
-    return ReplicaActor
-
-
-def module_function() -> Any:
-    """A function that runs a module of this package on a node, for a task; sent by value, too."""
-
     def run_module(
         package: bytes, program: str, module: str, request: str, env: Dict[str, str]
     ) -> str:
         with tempfile.TemporaryDirectory(prefix="nemo_run_ray_") as folder:
-            with tarfile.open(fileobj=io.BytesIO(package)) as archive:
-                archive.extraction_filter = lambda member, path: member  # it is trusted
-                archive.extractall(folder)
+            unpack(package, folder)
             return subprocess.run(
                 [sys.executable, "-I", "-c", program, folder, "", "", module],
                 input=request,
@@ -332,4 +329,4 @@ def module_function() -> Any:
                 check=True,
             ).stdout
 
-    return run_module
+    return ReplicaActor, run_module

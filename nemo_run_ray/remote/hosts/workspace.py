@@ -49,6 +49,7 @@ class Workspace:
         paths = [run_dir.code, os.path.dirname(FOLDER), given.get("PYTHONPATH", "")]
         given["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._env = command.environment(role.task, run_dir, given, order["secrets"])
+        self._env[TAG] = order["tag"]
         for name, port in role.ports.items():  # free ones are chosen, the others must be free
             holder = self._held[name] = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -85,7 +86,7 @@ class Workspace:
         self, argv: Sequence[str], env: Mapping[str, str]
     ) -> Tuple[List[str], Dict[str, str], str]:
         """The exact words, all variables and the folder of a process with some of its own."""
-        own = {**self._env, **self.variables(env), TAG: self._order["tag"]}
+        own = {**self._env, **self.variables(env)}
         task = self.role.task._replace(argv=tuple(argv))
         return command.argv_of(task, self._run_dir, own), own, self._cwd
 
@@ -97,7 +98,7 @@ class Workspace:
     def probe_command(self, probe: ProbeSpec) -> Tuple[ProbeSpec, Dict[str, str], str]:
         """The probe with this node's values in its command, and the command's place."""
         words = tuple(command.expand(word, self._env) for word in probe.command)
-        return probe._replace(command=words), {**self._env, TAG: self._order["tag"]}, self._cwd
+        return probe._replace(command=words), self._env, self._cwd
 
     # ------------------------------------------------------------------ the end
 

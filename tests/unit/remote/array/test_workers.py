@@ -140,10 +140,10 @@ def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
     monkeypatch.setattr(host_module, "_mark_in_environment", lambda pid: next(marks))
     monkeypatch.setattr(host_module, "descendants", lambda pid: [])
     monkeypatch.setattr(host_module, "kill", lambda *words: sent.append(words))
-    orphans = Orphans()
+    orphans, element = Orphans(), RunningElement((0, 1), {}, {})
     for number in range(3):
-        orphans.look([(0, 1)], set(), float(number), 1.0)
+        orphans.look([element], None, float(number), 1.0)
         assert sent == []
         assert bool(orphans.pids) is (number != 1), "what may be one is looked at again soon"
-    orphans.look([(0, 1)], set(), 3.0, 1.0)
+    orphans.look([element], None, 3.0, 1.0)
     assert sent == [(os.getpid(), signal.SIGTERM)]
