@@ -244,13 +244,14 @@ class PlacementGroup:
         time.sleep(self._pause_s)  # Ray's own wait takes whole seconds only: 0.2 is none at all
         self._pause_s = min(self._pause_s * 1.3, _LOOK_MAX_S)
         now, spec = time.monotonic(), self._spec
-        never = why_never(spec, nodes)
+        infeasible = ""
         stats = self._ray.util.placement_group_table(self.group).get("stats", {})
-        if not never and stats.get("scheduling_state") == "INFEASIBLE":
-            strategies = {spec.strategy, *(role.spread for role in spec.roles)} - {""}
-            never = f"no nodes of this cluster can host the group ({', '.join(sorted(strategies))})"
-        words = why_waiting(spec, nodes, self._ray.available_resources(), never)
-        if not never:
+        if stats.get("scheduling_state") == "INFEASIBLE":
+            strategies = sorted({spec.strategy, *(role.spread for role in spec.roles)} - {""})
+            infeasible = f"no nodes of this cluster can host the group ({', '.join(strategies)})"
+        available = self._ray.available_resources()
+        words, is_never = why_waiting(spec, nodes, available, infeasible)
+        if not is_never:
             self._infeasible_at = now + _OTHERS_S
         elif now >= self._infeasible_at and not spec.wait_for_nodes:
             return Event(Kind.REFUSED, words=words, cause=Reason.UNSCHEDULABLE)
@@ -313,55 +314,47 @@ def requests_of(spec: GroupSpec, nodes: Sequence[Node], turn: int = 0) -> list[R
     return requests
 
 
-def why_never(spec: GroupSpec, nodes: Sequence[Node]) -> str:
-    """The reason why these nodes can never host the group, even when idle; empty if unknown.
+def why_waiting(
+    spec: GroupSpec, nodes: Sequence[Node], available: Mapping[str, float], infeasible: str = ""
+) -> tuple[str, bool]:
+    """One line for a group that waits: asked, available, what does not fit and why.
 
     Ray calls infeasible what its strategy forbids, and not what is too much in all.
+
+    Returns:
+        The line, and whether these nodes can never host the group, even when idle.
     """
+    asked, total, never, busy = Counter[str](), Counter[str](), "", ""
+    for role in spec.roles:
+        for key, amount in role.resources.items():
+            asked[key] += amount * role.replicas  # type: ignore[assignment]
+    for node in nodes:
+        total.update(node.resources)
+    free = {key: available.get(key, 0.0) for key in asked}
     for role in spec.roles:
         request = ResourceRequest(role.resources, role.label_selector)
-        why = why_not(request, nodes)
-        able = hosts(request, nodes)
+        why, able = why_not(request, nodes), hosts(request, nodes)
         if not why and role.replicas > sum(slots(node.resources, role.resources) for node in able):
             why = (
                 f"its {role.replicas} replicas ask for {amounts_text(role.resources)} each; the "
                 f"{len(able)} node(s) that can host one, idle, cannot give that at once"
             )
-        if why:
-            return f"{role.name}: {why}"
-    asked, total = _asked(spec), Counter[str]()
-    for node in nodes:
-        total.update(node.resources)
-    if fits(asked, total):
-        return ""
-    shown = {key: float(total[key]) for key in asked}
-    return f"the nodes, idle, cannot give that at once ({amounts_text(shown)})"
-
-
-def why_waiting(
-    spec: GroupSpec, nodes: Sequence[Node], available: Mapping[str, float], never: str = ""
-) -> str:
-    """One line for a group that waits: asked, available, what does not fit and why."""
-    asked = _asked(spec)
-    free = {key: available.get(key, 0.0) for key in asked}
-    # What is free is known of all nodes together.
-    why = "all bundles start together, and the nodes that can take them have too little free"
-    for role in spec.roles[::-1]:
-        if not fits(role.resources, free):
-            able = hosts(ResourceRequest(role.resources, role.label_selector), nodes)
+        if why and not never:
+            never = f"{role.name}: {why}"
+        if not busy and not fits(role.resources, free):
             names = ", ".join(sorted(node.host for node in able)[:8])
-            why = f"{role.name}/0 waits: the nodes that can host it are busy ({names})"
+            busy = f"{role.name}/0 waits: the nodes that can host it are busy ({names})"
+    if not never and not fits(asked, total):
+        shown = amounts_text({key: float(total[key]) for key in asked})
+        never = f"the nodes, idle, cannot give that at once ({shown})"
+    never = never or infeasible
+    # What is free is known of all nodes together.
+    busy = (
+        busy or "all bundles start together, and the nodes that can take them have too little free"
+    )
     count = sum(role.replicas for role in spec.roles)
     shown = f"asked {amounts_text(asked)} in {count} bundle(s); available {amounts_text(free)}"
-    return f"{shown}; {never or why}"
-
-
-def _asked(spec: GroupSpec) -> dict[str, float]:
-    asked = Counter[str]()
-    for role in spec.roles:
-        for key, amount in role.resources.items():
-            asked[key] += amount * role.replicas  # type: ignore[assignment]
-    return dict(asked)
+    return f"{shown}; {never or busy}", bool(never)
 
 
 # ---------------------------------------------------------------------- reports
