@@ -23,7 +23,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 from ..files import open_own, write_file
 from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..fit import hosts as nodes_that_fit
-from ..hosts.actors import Actors, ReplicaHandle, Reports
+from ..hosts.actors import Actors, ReplicaHandle, Reports, is_cancelled
 from ..hosts.relay import PROGRAM
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, read_secrets, remove_secrets
@@ -606,11 +606,7 @@ class ArrayDriver:
         return not (self.hosts or dead) or time.monotonic() >= until
 
     def _obey(self) -> None:
-        order = self._runner.order()
-        if order == b"":
-            say("this program's first process was killed; Ray ends what the array runs")
-            os._exit(1)  # with the driver end its actors, and with them all processes
-        if order is not None and not self._is_stopped:
+        if is_cancelled(self._runner) and not self._is_stopped:
             self._is_cancelled = True
             self._stop()
 

@@ -18,7 +18,7 @@ from typing import Any, Mapping, Sequence
 
 from ..files import write_file
 from ..fit import Node, ResourceRequest, amounts_text, fits, hosts, nodes_of, slots, why_not
-from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, name
+from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, is_cancelled, name
 from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
@@ -84,7 +84,7 @@ class _Driver:
         finally:
             # An actor that never answered has not started anything, or ends it with its own end.
             replicas = self._group.replicas.values()
-            handles = [one.handle for one in replicas if one.handle is not None]
+            handles = [replica.handle for replica in replicas if replica.handle]
             living = [one for one in handles if one.answers and not one.dead]
             has_lost = any(one.life is ReplicaState.LOST for one in replicas)
             all_ended = self._actors.close(living) and not has_lost
@@ -153,11 +153,7 @@ class _Driver:
                     self._happened(happened)
 
     def _obey(self) -> None:
-        order = self._runner.order()
-        if order == b"":
-            say("this program's first process was killed; Ray ends what the group runs")
-            os._exit(1)  # with the driver end its actors, and with them all processes
-        if order is not None:
+        if is_cancelled(self._runner):
             self._happened(Event(Kind.STOP, words="cancelled"))
 
     # ------------------------------------------------------------------ what is done about it

@@ -27,8 +27,9 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from .. import FOLDER
 from ..fit import Node
-from ..node.output import write
+from ..node.output import say, write
 from ..node.rundir import JOB_CONFIG, jobs_folder
+from ..node.supervise import Runner
 from ..spec import CODE, RoleSpec, to_json
 from ..status import Reason, cause_of
 
@@ -243,6 +244,15 @@ class Actors:
             words = f"Ray has moved the replica to the node {node_id}"
             new.append({"at": "died", "words": words, "cause": None})
         return new
+
+
+def is_cancelled(runner: Runner) -> bool:
+    """Whether a driver is to end what it runs."""
+    order = runner.order()
+    if order == b"":
+        say("this program's first process was killed; Ray ends what it runs")
+        os._exit(1)  # with the driver end its actors, and with them all processes
+    return order is not None
 
 
 def code_of(role: RoleSpec) -> str:
