@@ -123,32 +123,6 @@ def test_times_outlive_the_cluster_and_nobody_waits_for_it(own, unique, tmp_path
     assert float(width) > 50, "it ran to its last line, 3 s after its first one"
 
 
-@pytest.mark.soak
-def test_a_raylet_that_ended_alone_is_a_death_too(own, unique):
-    """`ray start` goes on without it when it has ended by itself, as it does without an agent."""
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        script = run.Script(inline="echo here; sleep 1000")
-        experiment.add(script, executor=RayExecutor(cluster=own), name="job")
-        experiment.run(detach=True)
-    wait_for(lambda: "here" in tool("nemo-run-ray", "logs", unique).stdout)
-    state = json.loads(Path(own.state_dir, "state.json").read_text())
-    raylet = psutil.Process(state["raylet"][0])
-    (agent,) = [one for one in raylet.children() if "RuntimeEnvAgent" in " ".join(one.cmdline())]
-    agent.kill()
-    wait_for(lambda: not lives(raylet.pid), 90)
-    assert lives(state["pid"])
-
-    (row,) = status(unique)
-    assert row["state"] == "LOST"
-    assert f"its raylet (process {raylet.pid}) is gone" in row["message"]
-    assert tool("nemo-run-ray", "logs", unique).stdout == "here\n"
-    assert own.find() is None
-    own.stop()
-    assert not lives(state["pid"])
-    (row,) = status(unique)
-    assert f"its raylet (process {raylet.pid}) is gone" in row["message"]
-
-
 def assert_a_death_is_told_at_once(api: JobsApi) -> None:
     began = time.monotonic()
     with pytest.raises(Unreachable, match="has died") as caught:
