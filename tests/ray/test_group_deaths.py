@@ -52,6 +52,7 @@ RARE = {
     "the first process is killed",
     "a replica's process is killed",  # across hosts always
     "a service hangs on SIGTERM",
+    "a service is never ready",
 }
 OFTEN = [name for name in FAULTS if name not in RARE]
 

@@ -296,7 +296,7 @@ def test_what_would_end_an_event_loop_is_an_error_of_the_call(pool):
     asyncio.run(main())
 
 
-_STRIKES = 30
+_STRIKES = 12
 
 
 def _one_storm(pool, chance: random.Random) -> str:
