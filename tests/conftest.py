@@ -53,8 +53,6 @@ assert NodeManager.EXIT_TIMEOUT, "pytest-xdist has another name for it"
 NodeManager.EXIT_TIMEOUT = 120
 ROOT = Path(__file__).resolve().parent.parent
 _T = TypeVar("_T")
-
-
 #: Folders whose tests share what takes long to start: hosts with a Ray, a Slurm, an embedded Ray.
 _ONCE = {"hosts", "slurm", "examples"}
 

@@ -22,6 +22,7 @@ from nemo_run_ray.errors import (
     WorkerDied,
     WorkError,
 )
+from nemo_run_ray.work import tasks
 from tests.conftest import processes_of_home, wait_for
 
 
@@ -177,7 +178,8 @@ def test_every_exception_is_the_failure_of_its_item(pool):
     assert "number 5" in str(odd.cause)
 
 
-def test_what_no_node_has_is_told(pool):
+def test_what_no_node_has_is_told(pool, monkeypatch):
+    monkeypatch.setattr(tasks, "_NEVER_S", 3.0)
     with pytest.raises(ItemFailed, match="the largest node has CPU 4, it asks for 400"):
         list(pool.map(double, [1], cpus=400))
 
