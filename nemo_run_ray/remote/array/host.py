@@ -49,6 +49,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK_S = 0.5
 #: Exit codes of what is ended by SIGTERM and by SIGKILL.
 _TERMINATED, _KILLED = 143, 137
+#: Characters of one element's output that are passed on.
+OUTPUT_MAX = 16 * 2**20
 #: Characters of its last line that explain a failure.
 _LAST_MAX = 200
 #: The program that the task's interpreter runs.
@@ -334,6 +336,7 @@ class RunningElement:
         self._kill_at: Optional[float] = None
         self._began = time.monotonic()
         self._lines = Lines()
+        self._passed_on = 0
         self._last = ""
 
     def pipe(self) -> int:
@@ -366,7 +369,13 @@ class RunningElement:
             self.fd = None
         text = self._lines.take(data)
         self._last = text.rstrip().rpartition("\n")[2].strip() or self._last
-        return text
+        remaining = OUTPUT_MAX - self._passed_on
+        self._passed_on += len(text)
+        if len(text) <= remaining:
+            return text
+        if remaining < 0:
+            return ""
+        return f"{text[:remaining]}\nnemo_run_ray: no more of its output is passed on\n"
 
     def close(self) -> str:
         """Read what a pipe has room for, and no more: who hides may write without end."""
