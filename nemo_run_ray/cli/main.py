@@ -694,10 +694,14 @@ def ns(context: typer.Context) -> None:
     commands = entry_points(group="console_scripts", name="ns")
     command = next((one for one in commands if one.value.startswith("nemo_skills.")), None)
     if command is None:
-        raise ConfigError(
+        problem = (
             "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "
             f"({sys.executable}). Install it there, from its source."
         )
+        if context.args not in ([], ["--help"]):
+            raise ConfigError(problem)
+        out.print(context.get_help(), problem, sep="")
+        return
     patches.apply("skills_executor")
     app = command.load()
     sys.argv = ["ns", *context.args]
@@ -759,7 +763,8 @@ def build() -> typer.Typer:
     app.callback()(_global_options)
     for name, verb in VERBS.items():
         app.command(name)(guarded(verb))
-    app.command(context_settings=_AS_THEY_ARE)(guarded(ns))
+    usage = "COMMAND --cluster FILE …"
+    app.command(context_settings=_AS_THEY_ARE, options_metavar=usage)(guarded(ns))
     return app
 
 
