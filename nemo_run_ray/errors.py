@@ -36,7 +36,6 @@ these that ends a program is printed as one paragraph, with the line of the user
 to it: the frames of NeMo-Run, and the causes in httpx and other libraries, tell the user nothing.
 """
 
-import errno
 import os
 import re
 import sys
@@ -51,8 +50,6 @@ from rich.markup import escape
 VARIABLE = "NEMO_RUN_RAY_TRACEBACK"
 _LIBRARIES = (Path(__file__).parent, Path(nemo_run.__file__).parent)
 
-#: Numbers of an OSError that say that a disk is full or may only be read.
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 #: Text that a progress bar has written over.
 _OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])|\r(?=\n|$)")

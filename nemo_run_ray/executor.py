@@ -185,8 +185,7 @@ class RayExecutor(Executor):
         # NeMo-Run adds this copy to an experiment. Fiddle, which makes it, would show all fields
         # in an error of the constructor.
         self.refuse_credentials()
-        copied: RayExecutor = super().clone()
-        return copied
+        return super().clone()  # type: ignore[no-any-return]
 
     def refuse_credentials(self) -> None:
         """Refuse variables that hold a credential in clear."""

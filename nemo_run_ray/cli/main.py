@@ -113,8 +113,8 @@ def _complete(incomplete: str) -> list[str]:
 def _complete_job(context: typer.Context, incomplete: str) -> list[str]:
     """Names of jobs of the experiment that is named before."""
     with contextlib.suppress(NemoRunRayError):
-        names = [job.name for job in find("".join(context.args[:1]))]
-        return [name for name in names if name.startswith(incomplete)]
+        jobs = find("".join(context.args[:1]))
+        return [job.name for job in jobs if job.name.startswith(incomplete)]
     return []
 
 
@@ -617,9 +617,13 @@ def _show_file(name: str, as_json: bool) -> None:
             value = " ".join(_VARIABLE.findall(value)) or "***"
         rows.append({"key": dotted(path), "value": value, "source": document.where(*path)})
     if as_json:
-        ignored = [asdict(one) for one in document.ignored]
-        file = {"path": str(document.path), "format": document.format}
-        print(json.dumps({**file, "values": rows, "ignored": ignored}, indent=1, default=str))
+        file = {
+            "path": str(document.path),
+            "format": document.format,
+            "values": rows,
+            "ignored": [asdict(one) for one in document.ignored],
+        }
+        print(json.dumps(file, indent=1, default=str))
         return
     out.print(f"{document.path} ({document.format})")
     folder = f"{document.path.parent}{os.sep}"
@@ -661,8 +665,15 @@ def patches(as_json: AsJson = False) -> None:
     rows = []
     for name, state in known.status().items():
         patch = known.patch(name)
-        row = {"name": name, "state": state, "why": patch.why, "verified": list(patch.verified)}
-        rows.append({**row, "retired_by": patch.retired_by})
+        rows.append(
+            {
+                "name": name,
+                "state": state,
+                "why": patch.why,
+                "verified": list(patch.verified),
+                "retired_by": patch.retired_by,
+            }
+        )
     show(rows, ("name", "state", "why"), as_json)
     if not as_json:
         out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import catalogue
 import typer
@@ -13,14 +12,10 @@ from nemo_run.cli.api import ROOT_ENTRYPOINT_NAMESPACE
 from nemo_run_ray.cli.main import VERBS, guarded
 
 
-def _verb(name: str, function: Callable[..., Any]) -> SimpleNamespace:
-    """A verb as NeMo-Run's command line takes it: with a path and a way to add itself."""
-
-    def cli(parent: typer.Typer) -> None:
-        parent.command(name)(guarded(function))
-
-    return SimpleNamespace(path=f"ray.{name}", cli=cli)
+def _add(name: str, parent: typer.Typer) -> None:
+    parent.command(name)(guarded(VERBS[name]))
 
 
-for _name, _function in VERBS.items():
-    catalogue._set((ROOT_ENTRYPOINT_NAMESPACE, "ray", _name), _verb(_name, _function))
+for _name in VERBS:  # each as NeMo-Run's command line takes it: with a path and a way to add itself
+    _verb = SimpleNamespace(path=f"ray.{_name}", cli=partial(_add, _name))
+    catalogue._set((ROOT_ENTRYPOINT_NAMESPACE, "ray", _name), _verb)

@@ -272,8 +272,12 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"utc": _utc, "duration": length, "outcome": _outcome}
-    environment.filters["percent"] = lambda seconds: f"{seconds / span_s * 100:.2f}%"
+    environment.filters |= {
+        "utc": _utc,
+        "duration": length,
+        "outcome": _outcome,
+        "percent": lambda seconds: f"{seconds / span_s * 100:.2f}%",
+    }
     return environment.get_template("page.html.jinja").render(
         title=title, jobs=jobs, is_live=is_live, start=start, span_s=span_s, now=now
     )

@@ -101,7 +101,28 @@ def check(
             return
     else:
         asks = pool_asks(document) if asks is None else asks
-        yield from _versions(look, any(ask.selector for ask in asks.values()))
+        if version_of(look.version) >= SELECTORS_SINCE:
+            yield CheckRow("Ray", OK, f"The cluster runs Ray {look.version}.")
+        else:
+            yield CheckRow(
+                "Ray",
+                BROKEN if any(ask.selector for ask in asks.values()) else WARNING,
+                f"The cluster runs Ray {look.version}; label selectors need 2.54 or newer.",
+                "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
+            )
+        head, here = ".".join(look.python.split(".")[:2]), "{}.{}".format(*sys.version_info)
+        if not head:
+            yield CheckRow("Python", UNKNOWN, "The cluster does not tell its version of Python.")
+        elif head == here:
+            yield CheckRow("Python", OK, f"The head and this client have Python {head}.")
+        else:
+            yield CheckRow(
+                "Python",
+                WARNING,
+                f"The head has Python {head}, this client {here}; a run.Partial is made by one and "
+                "run by the other.",
+                "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
+            )
     if nodes is None:
         state = BROKEN if preflight.strict else UNKNOWN
         message = "The cluster does not tell: its state API is closed or did not answer in time."
@@ -139,31 +160,6 @@ def check(
             yield CheckRow(name, UNKNOWN, message, f"nemo-run-ray doctor --address {pool.address}")
         else:
             yield _room(name, ask, nodes)
-
-
-def _versions(look: Inspection, has_selectors: bool) -> Iterator[CheckRow]:
-    if version_of(look.version) >= SELECTORS_SINCE:
-        yield CheckRow("Ray", OK, f"The cluster runs Ray {look.version}.")
-    else:
-        yield CheckRow(
-            "Ray",
-            BROKEN if has_selectors else WARNING,
-            f"The cluster runs Ray {look.version}; label selectors need 2.54 or newer.",
-            "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
-        )
-    head, here = ".".join(look.python.split(".")[:2]), "{}.{}".format(*sys.version_info)
-    if not head:
-        yield CheckRow("Python", UNKNOWN, "The cluster does not tell its version of Python.")
-    elif head == here:
-        yield CheckRow("Python", OK, f"The head and this client have Python {head}.")
-    else:
-        yield CheckRow(
-            "Python",
-            WARNING,
-            f"The head has Python {head}, this client {here}; a run.Partial is made by one and "
-            "run by the other.",
-            "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
-        )
 
 
 def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:

@@ -149,13 +149,9 @@ def is_for_others(path: Path, profile: str | None = None) -> str:
     return reader.FORMAT if reader is not None and not reader.names_ray(document, profile) else ""
 
 
-def _reader(number: int) -> Any:
-    return importlib.import_module(_READERS[number])
-
-
 def _reader_of(document: Document, profile: str | None) -> Any:
     """The reader of another project's file; ``None`` for one of ours."""
-    readers = (_reader(number) for number in range(len(_READERS)))
+    readers: Iterator[Any] = map(importlib.import_module, _READERS)
     return next((reader for reader in readers if reader.matches(document, profile)), None)
 
 
@@ -430,7 +426,8 @@ def profiles_here() -> tuple[Path | None, list[str]]:
     Raises:
         ConfigError: it cannot be read, or is not there, and a variable names it.
     """
-    path = _reader(0).find(Path.cwd(), os.environ)
+    nemotron = importlib.import_module(_READERS[0])
+    path = nemotron.find(Path.cwd(), os.environ)
     if path is not None and not path.is_file():
         raise ConfigError(f"The variable NEMOTRON_ENV_FILE names {path}, which is no file.")
-    return path, [] if path is None else _reader(0).profiles(read(path))
+    return path, [] if path is None else nemotron.profiles(read(path))

@@ -82,8 +82,9 @@ class Array(run.Script):
                 "An array is one job of a Ray, and there is no Ray in its place. Give it to "
                 "run.run(..., executor=RayExecutor(...)); RayExecutor() alone starts a Ray here."
             )
-        words: list[str] = super().to_command(with_entrypoint, filename, **options)
-        return words
+        return super().to_command(  # type: ignore[no-any-return]
+            with_entrypoint, filename, **options
+        )
 
 
 def array(
