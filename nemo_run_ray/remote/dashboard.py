@@ -212,8 +212,12 @@ def candidates(given: Sequence[str]) -> Iterator[str]:
 
 def log_query(node: str, submission_id: str, lines: int) -> dict[str, str]:
     """Parameters that ask ``LOG_FILE`` for the end of a job's log, or for all of it by -1 lines."""
-    name = f"job-driver-{submission_id}.log"
-    return {"node_id": node, "filename": name, "lines": str(lines), "media_type": "file"}
+    return {
+        "node_id": node,
+        "filename": f"job-driver-{submission_id}.log",
+        "lines": str(lines),
+        "media_type": "file",
+    }
 
 
 def is_passing(status: int) -> bool:
@@ -224,9 +228,8 @@ def is_passing(status: int) -> bool:
 def refuses_job(status: int, text: str) -> bool:
     """Whether an answer to a new job means that it can never be taken."""
     inner = _AGENT_REFUSES.search(text) if status == 500 else None
-    if inner:
-        return not is_passing(int(inner[1]))
-    return 400 <= status < 500 and not is_passing(status)
+    code = int(inner[1]) if inner else status
+    return 400 <= code < 500 and not is_passing(code)
 
 
 def last_line(text: bytes) -> str:

@@ -164,8 +164,7 @@ class LostEnds:
                 self._again_at[node if text is None else name] = now + _AGAIN_S
                 return row
             self._ends[key] = end
-        restored: JobRow = {**row, **self._ends[key]}  # type: ignore[typeddict-item]
-        return restored
+        return {**row, **self._ends[key]}  # type: ignore[typeddict-item]
 
 
 def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:

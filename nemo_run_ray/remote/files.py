@@ -97,9 +97,8 @@ def open_own(path: str, flags: int) -> int:
         PermissionError: the path is a link or no plain file, or another user may write to it.
         OSError: it cannot be opened.
     """
-    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags | safe, 0o600)
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

@@ -89,7 +89,7 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     """Whether a node's labels satisfy a selector of Ray: ``v``, ``!v``, ``in(a,b)``, ``!in(a)``."""
     for key, wanted in selector.items():
         negated = wanted.startswith("!")
-        text = wanted[1:] if negated else wanted
+        text = wanted.removeprefix("!")
         inside = text.startswith("in(") and text.endswith(")")
         values = [value.strip() for value in text[3:-1].split(",")] if inside else [text]
         if (labels.get(key) in values) is negated:

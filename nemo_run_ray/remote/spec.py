@@ -226,8 +226,7 @@ _KINDS: Dict[str, Any] = {
 
 def to_json(spec: _AnySpec) -> str:
     """A spec as text, equal for equal specs."""
-    values = {"kind": type(spec).__name__, **_plain(spec)}
-    return json.dumps(values, indent=1, sort_keys=True)
+    return json.dumps({"kind": type(spec).__name__, **_plain(spec)}, indent=1, sort_keys=True)
 
 
 def from_json(text: str) -> _AnySpec:
@@ -280,8 +279,7 @@ def read(kind: Any, value: Any) -> Any:
         try:
             if hasattr(kind, "__required_keys__"):  # rows, perhaps of a program of another version
                 value = {name: value[name] for name in hints}
-            read_values = {name: read(hints.get(name, Any), each) for name, each in value.items()}
-            return kind(**read_values)
+            return kind(**{name: read(hints.get(name, Any), each) for name, each in value.items()})
         except (KeyError, TypeError) as error:  # a field is missing, or unknown
             raise ValueError(f"{kind.__name__}: {error}") from error
     elif hasattr(kind, "__members__"):  # an enumeration

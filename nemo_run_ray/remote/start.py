@@ -12,8 +12,6 @@ import sys
 
 #: The oldest Python for which the rest of the package is written.
 OLDEST = (3, 9)
-#: Kinds of a job whose program imports ray.
-_WITH_RAY = ("group", "array")
 #: ``-I`` keeps the user's files and variables from shadowing the standard library in our process;
 #: the folders that Ray put on the path come behind it.
 _PROGRAM = (
@@ -36,7 +34,7 @@ def main(argv: "list[str]") -> int:
     Returns:
         The exit code when none serves.
     """
-    needs_ray = argv[0] in _WITH_RAY
+    needs_ray = argv[0] in ("group", "array")
     if sys.version_info >= OLDEST and not needs_ray:
         # Run the job in this process: another interpreter would take 15 ms to start.
         given = os.environ["PYTHONPATH"].split(os.pathsep)

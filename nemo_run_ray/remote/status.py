@@ -35,10 +35,7 @@ class JobState(str, Enum):
 
     @property
     def is_terminal(self) -> bool:
-        return self in _TERMINAL
-
-
-_TERMINAL = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST}
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST)
 
 
 _CORRECT = "Correct what the message names and run it again."
@@ -212,8 +209,6 @@ FROM_RAY_ERROR = {
     "NEMO_RUN_RAY_ALLOCATION_ENDED": Reason.ALLOCATION,  # of ``carried_over.py``
 }
 
-#: Ray's message about a job whose supervisor it does not find and no longer waits for.
-_NO_SUPERVISOR = "failed to get job supervisor"
 #: Python's words for what is missing, in a traceback or behind one.
 _NO_MODULE = re.compile(r"\b(?:ModuleNotFoundError|ImportError)\b|\bNo module named\b")
 _NO_PROGRAM = re.compile(r"\bexit code 127: |\bFileNotFoundError\b")
@@ -250,11 +245,10 @@ class JobStatus:
         if not self.reason.is_trouble:
             return self.detail
         tail = f"; the last lines of its log:\n{self.tail}" if self.tail else ""
-        names = {
-            "job": shlex.quote(self.job) if self.job else "<its id>",
-            "experiment": shlex.quote(self.experiment) if self.experiment else "<its experiment>",
-        }
-        next_step = self.reason.next_step.format(**names)
+        next_step = self.reason.next_step.format(
+            job=shlex.quote(self.job) if self.job else "<its id>",
+            experiment=shlex.quote(self.experiment) if self.experiment else "<its experiment>",
+        )
         return f"{self.detail or self.reason.value}{tail}\n{next_step}".strip()
 
     def to_json(self) -> dict[str, Any]:
@@ -309,7 +303,10 @@ def status_of_row(row: JobRow) -> JobStatus:
         reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
         if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
             reason = Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
-        elif error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and _NO_SUPERVISOR in message:
+        elif (
+            error == "JOB_SUPERVISOR_ACTOR_START_FAILURE"
+            and "failed to get job supervisor" in message
+        ):
             reason = Reason.START_TIMEOUT  # as a second monitor writes it, see ``end_record.py``
         elif error == "JOB_ENTRYPOINT_COMMAND_START_ERROR" and RECORDS in message:
             reason, message = Reason.UNRECORDED, last  # of Ray's traceback

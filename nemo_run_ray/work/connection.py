@@ -95,9 +95,8 @@ class Connection:
     def check(self, address: str | None, runtime_env: Mapping[str, Any]) -> None:
         """Refuse a pool that this connection cannot serve."""
         self.check_process()
-        is_client = self.ray.util.client.ray.is_connected()
         is_same = address in (None, "", "auto", self.address) or (
-            is_client and str(address).startswith("ray://")
+            self.ray.util.client.ray.is_connected() and str(address).startswith("ray://")
         )
         if not is_same or (runtime_env and dict(runtime_env) != self._runtime_env):
             raise ConfigError(

@@ -422,8 +422,7 @@ class TaskQueue:
         for call in list(self._calls):
             if self._has_begun(call) and call.node_id not in {"", *alive}:
                 self._cancel(call)
-                lost = self._ray.exceptions.NodeDiedError("Its node has died.")
-                self._was_lost(call, lost)
+                self._was_lost(call, self._ray.exceptions.NodeDiedError("Its node has died."))
         if self._slots or self._never_at is None:
             self._never_at = now + _NEVER_S
         elif now >= self._never_at:
@@ -509,7 +508,7 @@ class TaskQueue:
         self._calls.discard(call)
         exceptions = self._ray.exceptions
         is_lost = isinstance(error, (exceptions.NodeDiedError, exceptions.ObjectLostError))
-        first, name = call.items[0], call.items[0].function.name
+        first = call.items[0]
         if (is_lost or call.begun_at is None) and first.losses < LOSSES_MAX:
             for item in call.items:
                 item.losses += 1
@@ -518,11 +517,10 @@ class TaskQueue:
         if self._by_client and time.monotonic() >= call.deadline:
             error = first.timed_out()
         elif isinstance(error, exceptions.RayError):
-            has_begun = call.begun_at is not None
-            subject = "The worker that ran" if has_begun else "No worker could be started for"
-            error = WorkerDied(
-                f"{subject} {name}{' has died' * has_begun}: {' '.join(str(error).split())[:500]}"
-            )
+            what = f"No worker could be started for {first.function.name}"
+            if call.begun_at is not None:
+                what = f"The worker that ran {first.function.name} has died"
+            error = WorkerDied(f"{what}: {' '.join(str(error).split())[:500]}")
         self._has_failed(call.items, error)
 
     def _has_failed(self, items: Sequence[Item], error: BaseException) -> None:

@@ -104,8 +104,8 @@ def decide(
         needs += [(other.id, _status_outside(other, attempts, table)) for other in job.outside]
         status = statuses[job.name] = _status(job, rows, needs, cancelled)
         actions += _stops(job, rows, status, cancelled, now)
-        lives = any(row.is_live for row in rows.values())
-        if status.reason in (Reason.TURN, Reason.RETRY) and not lives:
+        is_due = status.reason in (Reason.TURN, Reason.RETRY)
+        if is_due and not any(row.is_live for row in rows.values()):
             last = rows.get(status.attempt)
             is_unproven = last is not None and last.status.reason in _UNPROVEN
             if last is None or not is_unproven or now >= last.ended_at + node_dead_s:
@@ -118,12 +118,11 @@ def decide(
         elif why:
             actions.append(Action(Do.CLAIM, job.name, attempt_id(job.id, number), why))
     actions += _submits(dispatch, in_time, attempts, now)
-    unfinished = [
-        status
+    unfinished = sum(
+        not status.state.is_terminal and status.reason is not Reason.WAITS
         for status in statuses.values()
-        if not status.state.is_terminal and status.reason is not Reason.WAITS
-    ]
-    is_held = bool(ready) and not (in_time or actions) and len(unfinished) == len(ready)
+    )
+    is_held = bool(ready) and not (in_time or actions) and unfinished == len(ready)
     return Decision(tuple(actions), statuses, is_held)
 
 
@@ -156,9 +155,8 @@ def _status(
     missing = tuple(name for name, need in needs if need.state is not JobState.SUCCEEDED)
     if missing:
         detail = f"waits for {', '.join(missing)}"
-        status = with_state(turn, JobState.WAITING, Reason.WAITS, detail)
-        return replace(status, waits_for=missing)
-    return turn
+        turn = with_state(turn, JobState.WAITING, Reason.WAITS, detail)
+    return replace(turn, waits_for=missing)
 
 
 def _status_outside(
@@ -228,15 +226,16 @@ def _submits(
             if row.is_live and row.nonce == job.nonce:
                 live += 1
                 if row.status.state is JobState.PENDING:
-                    starting += now - row.posted_at <= STUCK_S
-                    stuck |= {job.shape} if now - row.posted_at > STUCK_S else set()
+                    if now - row.posted_at > STUCK_S:
+                        stuck.add(job.shape)
+                    else:
+                        starting += 1
     submits: list[Action] = []
     for job, number in ready:
         if (limit is not None and live >= limit) or starting >= STARTING_MAX:
             break
         if job.shape not in stuck:
-            name = attempt_id(job.id, number)
-            submits.append(Action(Do.SUBMIT, job.name, name))
+            submits.append(Action(Do.SUBMIT, job.name, attempt_id(job.id, number)))
             live, starting = live + 1, starting + 1
     return submits
 

@@ -100,10 +100,11 @@ class Dispatcher:
             WrongCluster: the cluster has no record of this dispatcher, or will not come back.
         """
         while True:
-            code = self.round()
-            if code is not None:
+            if (code := self.round()) is not None:
                 return code
-            sleep(self.pace_s())
+            # Look again soon while things happen, and never be a burden.
+            idle_s = self._clock() - self._changed_at
+            sleep(max(PACE_S, min(idle_s / 20, PACE_MAX_S), min(self._look_s * 4, SLOW_MAX_S)))
 
     def round(self) -> int | None:
         """Look once and act; the exit code when there is nothing left to do."""
@@ -120,8 +121,7 @@ class Dispatcher:
         if table is None:
             return None
         now = self._clock()
-        left = time_left(os.environ, now)
-        decision = decide(self._dispatch, table, now, node_dead_s(), left)
+        decision = decide(self._dispatch, table, now, node_dead_s(), time_left(os.environ, now))
         self._report(decision)
         is_waiting = False
         for action in decision.actions:
@@ -139,16 +139,10 @@ class Dispatcher:
         states = {status.state for status in decision.statuses.values()}
         return JobExit.SUCCEEDED if states <= {JobState.SUCCEEDED} else JobExit.SOME_FAILED
 
-    def pace_s(self) -> float:
-        """Seconds until the next look: short while things happen, and never a burden."""
-        idle_s = self._clock() - self._changed_at
-        return max(PACE_S, min(idle_s / 20, PACE_MAX_S), min(self._look_s * 4, SLOW_MAX_S))
-
     def _look(self) -> dict[str, Attempt] | None:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
         if self._earlier is None:
-            folders = os.environ.get(LIFE, ""), os.environ.get(RUN, "")
-            rows = carried_over.rows_before(*folders)
+            rows = carried_over.rows_before(os.environ.get(LIFE, ""), os.environ.get(RUN, ""))
             self._earlier = {name: attempt_of_row(row) for name, row in rows.items()}
         began = time.monotonic()
         table = dict(self._earlier)
@@ -250,8 +244,7 @@ def run(dispatch: DispatchSpec, submission_id: str) -> int:
     say(f"{len(dispatch.jobs)} jobs, at most {dispatch.max_in_flight} at once")
     secrets = read_secrets()
     try:
-        api = find_dashboard(dispatch)
-        code = Dispatcher(dispatch, submission_id, api, secrets).run()
+        code = Dispatcher(dispatch, submission_id, find_dashboard(dispatch), secrets).run()
     except WrongCluster as error:
         say(f"{error}; nothing more is started")
         code = JobExit.WRONG_CLUSTER

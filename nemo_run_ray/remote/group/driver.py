@@ -62,10 +62,12 @@ class _Driver:
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
         self._rows_path = os.path.join(folder, status_file_name(submission_id))
         self._shown = ""
-        self._group = Group.of(
-            Replica(role.name, index, role.service, role.restarts)
-            for role in spec.roles
-            for index in range(role.replicas)
+        self._group = Group(
+            {
+                (role.name, index): Replica(role.name, index, role.service, role.restarts)
+                for role in spec.roles
+                for index in range(role.replicas)
+            }
         )
 
     def run(self) -> int:
@@ -133,8 +135,7 @@ class _Driver:
             waiting = [one.handle for one in replicas if one.life is ReplicaState.AWAITED]
             for handle in waiting:
                 if handle.node.node_id not in alive:
-                    why = "the node died before the replica was prepared"
-                    self._happened(lost(handle, why))
+                    self._happened(lost(handle, "the node died before the replica was prepared"))
                 elif not handle.answers and now >= self._placed_at + own_python_s(handle.role):
                     words = (
                         f"no worker on node {handle.node.host} ({handle.node.address}) has come up "

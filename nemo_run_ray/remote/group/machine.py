@@ -92,10 +92,6 @@ class Group:
     outcome: Outcome | None = None
     _orders: list[ReplicaOrder] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, replicas: Iterable[Replica]) -> Group:
-        return cls({replica.replica_id: replica for replica in replicas})
-
     def step(self, event: Event) -> list[ReplicaOrder]:
         """Take an event and return the orders; defined for every state and event."""
         self._orders = []

@@ -25,6 +25,8 @@ class Workspace:
         assert isinstance(role, RoleSpec)
         self._order, self.role, self.address = order, role, str(order["address"])
         self._run_dir = RunDir(order["run_dir"])
+        self.root = self._run_dir.root
+        self._cwd = role.task.cwd or self._run_dir.code
         self._env: Dict[str, str] = {}
         self._held: Dict[str, socket.socket] = {}  # ports, until the role's processes take them
         self.ports: Dict[str, int] = {}
@@ -99,14 +101,3 @@ class Workspace:
         """The probe with this node's values in its command, and the command's place."""
         words = tuple(command.expand(word, self._env) for word in probe.command)
         return probe._replace(command=words), self._env, self._cwd
-
-    # ------------------------------------------------------------------ the end
-
-    @property
-    def root(self) -> str:
-        """The root of the run directory."""
-        return self._run_dir.root
-
-    @property
-    def _cwd(self) -> str:
-        return self.role.task.cwd or self._run_dir.code

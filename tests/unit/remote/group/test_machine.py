@@ -59,11 +59,12 @@ def all_events(replica_ids: Iterable[ReplicaId]) -> list[Event]:
 @st.composite
 def groups(draw) -> Group:
     services = [False, *draw(st.lists(st.booleans(), max_size=3))]
-    return Group.of(
-        Replica(f"role{number}", index, service, draw(st.integers(0, 2)) if service else 0)
+    replicas = [
+        ((f"role{number}", index), service, draw(st.integers(0, 2)) if service else 0)
         for number, service in enumerate(draw(st.permutations(services)))
         for index in range(draw(st.integers(1, 3)))
-    )
+    ]
+    return group_of(*replicas)
 
 
 @dataclass
@@ -177,7 +178,7 @@ def test_a_stop_ends_all_that_runs_and_then_the_group(data):
 
 
 def group_of(*replicas: tuple[ReplicaId, bool, int]) -> Group:
-    return Group.of(Replica(*key, service, restarts) for key, service, restarts in replicas)
+    return Group({key: Replica(*key, service, restarts) for key, service, restarts in replicas})
 
 
 def after(group: Group, *events: Event) -> list[ReplicaOrder]:
