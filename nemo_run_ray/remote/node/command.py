@@ -39,9 +39,8 @@ def environment(
     spec: JobSpec, run_dir: RunDir, given: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables of a task's command, over those that the node has set."""
-    env = dict(given)
-    env.update({name: run_dir.map(value) for name, value in spec.env.items()})
-    env.update(secrets)
+    own = {name: run_dir.map(value) for name, value in spec.env.items()}
+    env = {**given, **own, **secrets}
     if spec.python is not None and os.path.isabs(spec.python):
         env["PATH"] = os.pathsep.join([os.path.dirname(spec.python), env.get("PATH", os.defpath)])
     # A task may call ray.init(runtime_env=…) itself; without this Ray refuses to merge the two.
@@ -85,7 +84,7 @@ def in_shell(
         # Behind `eval … ||` a `set -e` of the command would have no effect.
         shown = repr(" ".join(command.split())[:200])
         lines += [f"nemo_run_ray_step={shlex.quote(shown)}", f"eval {shlex.quote(command)}", _CHECK]
-    lines += [f"{_FIND_PYTHON}{shlex.quote(sys.executable)}"]
-    lines += ["trap - EXIT TERM", 'exec -- "${nemo_run_ray_argv[@]}"']
+    lines += [f"{_FIND_PYTHON}{shlex.quote(sys.executable)}", "trap - EXIT TERM"]
+    lines.append('exec -- "${nemo_run_ray_argv[@]}"')
     options = ["-l", "-c"] if is_login else ["-c"]
     return ["bash", *options, "\n".join(lines), "bash", *argv]

@@ -71,7 +71,15 @@ class Probing:
             self.close()
             return f"not ready within {self._spec.timeout_s:g} s: {self._why}"
         if self._pipe is None and now >= self._next_at:
-            self._begin()
+            self._pipe, writing = os.pipe()
+            if os.fork() == 0:
+                try:
+                    before_exec()
+                    answer = self._ask() or _READY
+                    os.write(writing, answer.encode(errors="replace")[:_ANSWER_MAX])
+                finally:
+                    os._exit(0)
+            os.close(writing)
         return None
 
     def waiting(self) -> str | None:
@@ -87,17 +95,6 @@ class Probing:
             os.close(self._pipe)
             self._pipe = None
 
-    def _begin(self) -> None:
-        self._pipe, writing = os.pipe()
-        if os.fork() == 0:
-            try:
-                before_exec()
-                answer = self._ask() or _READY
-                os.write(writing, answer.encode(errors="replace")[:_ANSWER_MAX])
-            finally:
-                os._exit(0)
-        os.close(writing)
-
     def _ask(self) -> str:
         """The reason why it is not ready; empty when it is."""
         spec, question = self._spec, self._question
@@ -105,7 +102,7 @@ class Probing:
             if spec.kind == "command":
                 code = subprocess.call(
                     spec.command,
-                    env=dict(self._env),
+                    env=self._env,
                     cwd=self._cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

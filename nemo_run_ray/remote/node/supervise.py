@@ -25,7 +25,7 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
-from typing import IO, Any, Callable, Iterable, Iterator, Mapping, NoReturn, Sequence, Union
+from typing import IO, Any, Callable, Iterable, Iterator, Mapping, NoReturn, Sequence
 
 from ..end_record import EndRecord, describe_exit, proof_of
 from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say, write
@@ -171,7 +171,7 @@ class Child:
         argv: Sequence[str],
         env: Mapping[str, str],
         cwd: str | None,
-        output: Union[Callable[[bytes], None], IO[bytes]],
+        output: Callable[[bytes], None] | IO[bytes],
     ) -> None:
         self._output = output
         self.pid: int | None = None  # if it could be started
@@ -181,8 +181,8 @@ class Child:
         self.fd: int | None = None  # to read its output from, until the output's end
         try:
             process = subprocess.Popen(
-                list(argv),
-                env=dict(env),
+                argv,
+                env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if callable(output) else output,

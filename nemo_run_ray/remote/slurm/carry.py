@@ -23,7 +23,7 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Dict, List, Mapping, Optional, Set, Tuple
+from typing import Mapping
 
 from .. import carried_over
 from ..dashboard import DashboardClient, RequestRefused, Unanswered
@@ -71,18 +71,18 @@ class Allocation:
         self._folder = settings.allocation
         self._carried: JobRows = {}  # rows of dispatches from before this run
         #: Folders of dispatches whose dispatcher is not started yet, with the number of failures.
-        self._waiting: List[Tuple[str, int]] = []
+        self._waiting: list[tuple[str, int]] = []
         #: The head sets it before the first step.
         self.dashboard: DashboardClient
         self._lost_ends = LostEnds(lambda *job: self.dashboard.log_end(*job))
-        self._table: List[JobRow] = []
+        self._table: list[JobRow] = []
         self._written = self._session = ""
         self._looked_at = self._pause_until = float("-inf")
-        self._idle_since: Optional[float] = None
-        self._seen_users: Set[str] = set()
-        self._ends_at: Optional[float] = None
+        self._idle_since: float | None = None
+        self._seen_users: set[str] = set()
+        self._ends_at: float | None = None
         #: The variables by which a dispatcher knows how long its jobs may take.
-        self.ray_env: Dict[str, str] = {}
+        self.ray_env: dict[str, str] = {}
         if self._folder and settings.ends_at is not None:
             remaining_s = settings.ends_at - time.time()
             margin_s = min(max(remaining_s / 10, _MARGIN_MIN_S), _MARGIN_MAX_S)
@@ -119,7 +119,7 @@ class Allocation:
             if attempts and not _is_decided(attempts)
         ]
 
-    def step(self) -> Optional[RunEnd]:
+    def step(self) -> RunEnd | None:
         """Start dispatches that are carried over; the end of an allocation that nobody needs."""
         if not self._folder:
             return None
@@ -136,7 +136,8 @@ class Allocation:
         rows = self.keep_table()
         is_idle = rows is not None and not self._waiting and not any(map(is_active, rows))
         # A dashboard that hangs does not delay the next allocation.
-        self._table = self._table if rows is None else rows
+        if rows is not None:
+            self._table = rows
         try:
             end = self.renewal(self._table, is_idle)
             users = set(os.listdir(os.path.join(self._folder, USERS)))
@@ -156,14 +157,13 @@ class Allocation:
             return RunEnd(0, f"no job has run for {limit_s:g} s")
         return None
 
-    def keep_table(self) -> Optional[List[JobRow]]:
+    def keep_table(self) -> list[JobRow] | None:
         """Ray's job table, which is kept in a file with the rows that were carried over.
 
         It is ``None`` if Ray does not answer.
         """
         try:
-            table = self.dashboard.table()
-            rows = [self._lost_ends.restored(row) for row in table]  # type: ignore[arg-type]
+            rows = [self._lost_ends.restored(row) for row in self.dashboard.table()]  # type: ignore[arg-type]
         except Unanswered:
             return None
         text = json.dumps([*{**self._carried, **_by_id(rows)}.values()])
@@ -173,7 +173,7 @@ class Allocation:
                 self._written = text
         return rows
 
-    def renewal(self, rows: List[JobRow], is_idle: bool) -> Optional[RunEnd]:
+    def renewal(self, rows: list[JobRow], is_idle: bool) -> RunEnd | None:
         """The end after which the next allocation continues; ``None`` while this one is of use.
 
         Args:
@@ -232,7 +232,7 @@ class Allocation:
     def _has(self, name: str) -> bool:
         return os.path.exists(os.path.join(self._folder, name))
 
-    def _attempts(self, rows: JobRows) -> Dict[str, Dict[int, Attempt]]:
+    def _attempts(self, rows: JobRows) -> dict[str, dict[int, Attempt]]:
         """The attempts of the dispatchers, by the folder of the dispatch and number."""
         folders = {
             os.path.basename(path): path for path in carried_over.kept_dispatches(self._folder)
@@ -251,28 +251,28 @@ class Allocation:
         try:
             with open(os.path.join(folder, carried_over.START), encoding="utf-8") as file:
                 start = json.load(file)
-            url, token = self.dashboard.url, self.dashboard.token
-            uploads = DashboardClient(url, token, _UPLOAD_S)
+            uploads = DashboardClient(self.dashboard.url, self.dashboard.token, _UPLOAD_S)
             for archive in start["archives"]:
                 with open(os.path.join(folder, archive), "rb") as file:
                     uploads.put_package(archive, file.read())
             body = start["body"]
-            number = 1 + max(self._attempts(self._carried)[folder])
-            body["submission_id"] = attempt_id(name, number)
+            last = max(self._attempts(self._carried)[folder])
+            body["submission_id"] = attempt_id(name, last + 1)
             body["entrypoint"] = body["entrypoint"].replace(SUBMISSION_ID, body["submission_id"])
             self.dashboard.post(body)
             say(f"The chain {name} continues as {body['submission_id']}.")
         # A file may be torn.
         except (OSError, ValueError, KeyError, Unanswered, RequestRefused) as error:
             self._pause_until = time.monotonic() + _PAUSE_S
-            state = " yet" if failures + 1 < _TRIES else ", and is given up"
-            if failures + 1 < _TRIES:
-                self._waiting.append((folder, failures + 1))
-            if failures + 1 in (1, _TRIES):
+            failures, state = failures + 1, ", and is given up"
+            if failures < _TRIES:
+                self._waiting.append((folder, failures))
+                state = " yet"
+            if failures in (1, _TRIES):
                 say(f"The chain {name} cannot continue{state}: {error}")
 
 
-def _by_id(rows: List[JobRow]) -> JobRows:
+def _by_id(rows: list[JobRow]) -> JobRows:
     return {str(row["submission_id"]): row for row in rows if row.get("submission_id")}
 
 

@@ -27,19 +27,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterable,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    TypeVar,
-)
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence, TypeVar
 
 from ..files import write_file
 
@@ -105,8 +93,8 @@ class RunFolder:
         self.path = path
         self._rank = rank
         self._beats = 0
-        self._last_beats: Dict[int, str] = {}
-        self._missed: Dict[int, int] = {}
+        self._last_beats: dict[int, str] = {}
+        self._missed: dict[int, int] = {}
 
     def prepare(self) -> None:
         for name in ("nodes", "beats"):
@@ -115,7 +103,7 @@ class RunFolder:
     def file(self, *names: str) -> str:
         return os.path.join(self.path, *names)
 
-    def text(self, name: str) -> Optional[str]:
+    def text(self, name: str) -> str | None:
         """The content of a file; ``None`` while it does not exist."""
         if "/" not in name:  # reports are many, and their folder is listed once
             self._names("")
@@ -126,13 +114,16 @@ class RunFolder:
     def publish_report(self, report: NodeReport) -> None:
         self._publish(f"nodes/{self._rank}.json", report)
 
-    def report_of(self, rank: int) -> Optional[NodeReport]:
+    def report_of(self, rank: int) -> NodeReport | None:
         return self._read(f"nodes/{rank}.json", NodeReport)
 
-    def reports(self) -> Dict[int, NodeReport]:
+    def reports(self) -> dict[int, NodeReport]:
         """The reports of all nodes, by rank."""
-        names = [name for name in self._names("nodes") if name.endswith(".json")]
-        rows = {int(name[:-5]): self._read(f"nodes/{name}", NodeReport) for name in names}
+        rows = {
+            int(name[:-5]): self._read(f"nodes/{name}", NodeReport)
+            for name in self._names("nodes")
+            if name.endswith(".json")
+        }
         return {rank: row for rank, row in rows.items() if row is not None}
 
     def beat(self) -> None:
@@ -148,7 +139,7 @@ class RunFolder:
         finally:
             os.close(file)
 
-    def silent(self, ranks: Iterable[int]) -> Set[int]:
+    def silent(self, ranks: Iterable[int]) -> set[int]:
         """Look at heartbeats, at least ``BEAT_S`` after the last look; the nodes that seem dead."""
         for rank in ranks:
             last = beat = self._last_beats.get(rank)
@@ -178,7 +169,7 @@ class RunFolder:
         write_file(self.file("env.sh"), "\n".join(lines))
         self._publish(READY, head)
 
-    def end(self) -> Optional[RunEnd]:
+    def end(self) -> RunEnd | None:
         return self._read(END, RunEnd)
 
     def publish_end(self, end: RunEnd) -> RunEnd:
@@ -196,12 +187,12 @@ class RunFolder:
         """Write a file with the fields of a named tuple."""
         write_file(self.file(name), json.dumps(row._asdict()))
 
-    def _read(self, name: str, kind: Callable[..., _Row]) -> Optional[_Row]:
+    def _read(self, name: str, kind: Callable[..., _Row]) -> _Row | None:
         """The named tuple in a file; ``None`` while there is none."""
         text = self.text(name)
         return kind(**json.loads(text)) if text else None
 
-    def _names(self, folder: str) -> List[str]:
+    def _names(self, folder: str) -> list[str]:
         """The names of the files in a folder.
 
         To look at the folder is also how a new file is seen soon: NFS remembers for up to a minute

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from typing import Any, Dict, List, Mapping, Optional, Set, Sized, Tuple
+from typing import Any, Mapping, Sized
 
 from ..dashboard import DASHBOARD, DashboardClient, Unanswered
 from ..end_record import describe_exit
@@ -37,11 +37,11 @@ class Head(NodeProgram):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.reports: Dict[int, NodeReport] = {}  # by rank
+        self.reports: dict[int, NodeReport] = {}  # by rank
         self.address = ""
-        self.alive: Set[str] = set()  # addresses of Ray's nodes
+        self.alive: set[str] = set()  # addresses of Ray's nodes
         self.was_ready = False
-        self.missed: Dict[int, int] = {}  # requests in a row without a node that had joined
+        self.missed: dict[int, int] = {}  # requests in a row without a node that had joined
         #: Set when Ray is started.
         self._ports: Mapping[str, int]
         self._head: HeadAddress
@@ -50,10 +50,10 @@ class Head(NodeProgram):
         self._allocation = Allocation(self.settings)
         self.ray_env.update(self._allocation.ray_env)
         self._said_at = self._asked_at = float("-inf")
-        self._driver: Optional[Child] = None
+        self._driver: Child | None = None
         self._info = os.path.join(self.settings.cluster, "ray_cluster_info.json")
 
-    def step(self) -> Optional[RunEnd]:
+    def step(self) -> RunEnd | None:
         end = None
         if self.looks or not self.was_ready:
             self.reports = self.folder.reports()
@@ -64,8 +64,9 @@ class Head(NodeProgram):
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
                 file.write(self._token)
-            interface = self.env.get("NEMO_RUN_RAY_INTERFACE", "")
-            self.address = head_address(self.settings.host, interface)
+            self.address = head_address(
+                self.settings.host, self.env.get("NEMO_RUN_RAY_INTERFACE", "")
+            )
             self.publish(address=self.address)
             self.start_ray()
         self.watch_ray()
@@ -100,19 +101,22 @@ class Head(NodeProgram):
             self.say(waiting)
         return None
 
-    def ray_start_argv(self, ports: Mapping[str, int]) -> List[str]:
+    def ray_start_argv(self, ports: Mapping[str, int]) -> list[str]:
         """Without a token the dashboard is for the node itself alone."""
         self._ports, self.alive = ports, set()
         self._head = HeadAddress(self.address, ports["PORT"], ports["DASHBOARD_PORT"], self.starts)
-        url = f"http://127.0.0.1:{ports['DASHBOARD_PORT']}"
-        self._dashboard = DashboardClient(url, self._authorize, _ANSWER_S)
+        self._dashboard = DashboardClient(
+            f"http://127.0.0.1:{ports['DASHBOARD_PORT']}", self._authorize, _ANSWER_S
+        )
         self._allocation.dashboard = self._dashboard
         self.ray_env[DASHBOARD] = self._head.dashboard
         # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
         host = "0.0.0.0" if self.ray_env["RAY_AUTH_MODE"] == "token" else "127.0.0.1"
-        argv = ["ray", "start", "--head", f"--node-ip-address={self.address}"]
-        argv += [f"--dashboard-host={host}", "--include-dashboard=true"]
-        return [*argv, f"--temp-dir={self.settings.temp_dir}"]
+        return [
+            *("ray", "start", "--head", f"--node-ip-address={self.address}"),
+            *(f"--dashboard-host={host}", "--include-dashboard=true"),
+            f"--temp-dir={self.settings.temp_dir}",
+        ]
 
     def leave(self, end: RunEnd) -> int:
         if self.was_ready and self.settings.allocation:
@@ -137,7 +141,7 @@ class Head(NodeProgram):
             os.unlink(self.folder.file("token"))
         return end.code
 
-    def _requested_end(self) -> Optional[RunEnd]:
+    def _requested_end(self) -> RunEnd | None:
         """The end that the job's script, a user by NeMo-Run's file, or a client asks for."""
         why = self.folder.text("script_failed")
         if why is not None:
@@ -180,7 +184,7 @@ class Head(NodeProgram):
         self.beat()
         return self._token
 
-    def _driver_end(self) -> Optional[RunEnd]:
+    def _driver_end(self) -> RunEnd | None:
         """The end of the driver, which is started when the job's script names it."""
         code = None if self._driver is None else self._driver.code
         elsewhere, command = self.folder.text("driver_exit_code"), self.folder.text("command")
@@ -193,12 +197,12 @@ class Head(NodeProgram):
             env = {**self.ray_env, **driver_environment(self.ray_env, self._head)}
             if self.env.get("NEMO_RUN_RAY_DRIVER_GPUS") != "1":
                 env["CUDA_VISIBLE_DEVICES"] = ""  # Ray gives GPUs to tasks; NeMo-Run: `--gpus=0`
-            cwd, log = self.folder.text("workdir") or None, self.settings.log("job")
-            self._driver = self.start(["bash", "-c", command], log, env, cwd)
+            cwd = self.folder.text("workdir") or None
+            self._driver = self.start(["bash", "-c", command], self.settings.log("job"), env, cwd)
         return None
 
 
-def decide(head: Head, elapsed_s: float) -> Tuple[str, str]:
+def decide(head: Head, elapsed_s: float) -> tuple[str, str]:
     """Say what the cluster waits for, and why it has failed; empty texts while it can be used.
 
     Args:

@@ -6,7 +6,7 @@ import fcntl
 import socket
 import struct
 from contextlib import suppress
-from typing import Dict, Mapping
+from typing import Mapping
 
 from .settings import HEAD_PORTS, NODE_PORTS, CannotContinue
 
@@ -39,12 +39,10 @@ def head_address(host: str, interface: str) -> str:
     """
     try:
         if not interface:
-            addresses = []
             with suppress(OSError):  # the name is unknown here
-                addresses = socket.gethostbyname_ex(host)[2]
-            for address in addresses:
-                if not address.startswith("127.") and _is_own(address):
-                    return address
+                for address in socket.gethostbyname_ex(host)[2]:
+                    if not address.startswith("127.") and _is_own(address):
+                        return address
             return way_to(_ELSEWHERE)
         request = struct.pack("256s", interface.encode()[:15])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -73,7 +71,7 @@ def way_to(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> Dict[str, int]:
+def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> dict[str, int]:
     """Ports for one node's Ray by their variables, in a block that nobody else uses.
 
     Two clusters that begin at the same moment may choose the same: a `ray start` that fails is

@@ -8,7 +8,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Mapping, Sequence
 
 from ..dashboard import DASHBOARD, EMBEDDED
 from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
@@ -86,36 +86,36 @@ class NodeProgram(ABC):
         self.settings, self.folder, self.env, self._tag = settings, folder, env, tag
         self.children = Supervisor()
         self.report = NodeReport(host=settings.host, log=settings.node_log)
-        self._published: Optional[NodeReport] = None
+        self._published: NodeReport | None = None
         #: The environment of Ray on this node, and of what runs beside it.
         self.ray_env = ray_environment(env, settings, folder.file("token"))
-        self.ray: Optional[Child] = None
+        self.ray: Child | None = None
         #: Ranks whose life this node depends on, and those among them that show none.
-        self.watched: Set[int] = {0}
-        self.dead: Set[int] = set()
+        self.watched: set[int] = {0}
+        self.dead: set[int] = set()
         self.starts = 0
         self.began = time.monotonic()
-        self._restart_at: Optional[float] = None
-        self._sidecars: List[Tuple[str, Optional[Child], str, Any]] = []
-        self._beside: List[Child] = []  # what stays when Ray is started again
+        self._restart_at: float | None = None
+        self._sidecars: list[tuple[str, Child | None, str, Any]] = []
+        self._beside: list[Child] = []  # what stays when Ray is started again
         self.leaves_at = float("inf")
         self._beaten_at = self._looked_at = float("-inf")
         #: In this turn the files that seldom change are read.
         self.looks = True
 
     @abstractmethod
-    def step(self) -> Optional[RunEnd]:
+    def step(self) -> RunEnd | None:
         """One turn of the loop; the end when the run is over."""
 
     @abstractmethod
-    def ray_start_argv(self, ports: Mapping[str, int]) -> List[str]:
+    def ray_start_argv(self, ports: Mapping[str, int]) -> list[str]:
         """``ray start`` with the options that this kind of node has, for the next try."""
 
     def run(self, runner: Runner) -> int:
         """Take part until the run is over; the exit code of this node's task."""
         try:
             self._begin()
-            end: Optional[RunEnd] = None
+            end: RunEnd | None = None
             while end is None:
                 self.beat()
                 self.children.reap()
@@ -168,7 +168,7 @@ class NodeProgram(ABC):
         self.publish(left=True)
         return 0
 
-    def start(self, argv: Sequence[str], log: str, env: Env, cwd: Optional[str] = None) -> Child:
+    def start(self, argv: Sequence[str], log: str, env: Env, cwd: str | None = None) -> Child:
         with open(log, "ab") as output:
             return self.children.add(Child(argv, {**env, TAG: self._tag}, cwd, output))
 
@@ -227,11 +227,11 @@ class NodeProgram(ABC):
         # Once the run is over, Ray has a reason to end.
         if self.ray is None or self.ray.code is None or self.folder.end() is not None:
             return
-        is_missing = self.ray.code == 127
-        missing = ": there is no program 'ray', or none that a command before it needs"
-        how = f"has ended: {self.ray.ending}{missing if is_missing else ''}"
-        how += _log_end(self.settings.node_log)
-        if is_missing or self.folder.text(READY) is not None:
+        why = ""
+        if self.ray.code == 127:
+            why = ": there is no program 'ray', or none that a command before it needs"
+        how = f"has ended: {self.ray.ending}{why}{_log_end(self.settings.node_log)}"
+        if why or self.folder.text(READY) is not None:
             raise CannotContinue(f"Ray {how}")
         if self._restart_at is None:
             self.say(f"`ray start` has ended: {self.ray.ending}. It is started again.")
@@ -309,9 +309,9 @@ class NodeProgram(ABC):
 class Worker(NodeProgram):
     """A node that is not the head: it joins the head's Ray, and stays while the head lives."""
 
-    _head: Optional[HeadAddress] = None
+    _head: HeadAddress | None = None
 
-    def step(self) -> Optional[RunEnd]:
+    def step(self) -> RunEnd | None:
         if 0 in self.dead:
             raise CannotContinue(
                 f"the head's program writes nothing into {self.settings.run} any more; this node "
@@ -325,10 +325,10 @@ class Worker(NodeProgram):
         self.watch_ray()
         return None
 
-    def ray_start_argv(self, ports: Mapping[str, int]) -> List[str]:
+    def ray_start_argv(self, ports: Mapping[str, int]) -> list[str]:
         assert self._head is not None
-        own = f"--node-ip-address={self.report.address}"
-        return ["ray", "start", f"--address={self._head.gcs}", own]
+        gcs, own = self._head.gcs, self.report.address
+        return ["ray", "start", f"--address={gcs}", f"--node-ip-address={own}"]
 
     def leave(self, end: RunEnd) -> int:
         if self.folder.end() is None:
@@ -337,7 +337,7 @@ class Worker(NodeProgram):
             self.publish(failed=why)  # the other nodes continue, and must know why
         return super().leave(end)
 
-    def _follow(self, head: Optional[NodeReport]) -> None:
+    def _follow(self, head: NodeReport | None) -> None:
         """Join the head's Ray, and again when the head has started it again before it was ready.
 
         A `ray start` that waits for the Ray before, or has joined it, would not notice for minutes.
@@ -395,7 +395,7 @@ def hold_folder(path: str) -> int:
                 return held
 
 
-def with_pre_start(argv: List[str], pre_start: str, env: Env) -> List[str]:
+def with_pre_start(argv: list[str], pre_start: str, env: Env) -> list[str]:
     """The command after the user's commands, whose exports it gets.
 
     The variables of the step in ``env`` are unset for it: Ray's workers would have them for ever.
@@ -405,7 +405,7 @@ def with_pre_start(argv: List[str], pre_start: str, env: Env) -> List[str]:
     return ["bash", "-c", f'{pre_start}\n{unset}\nexec "$@"', "pre-start", *argv]
 
 
-def ray_environment(base: Env, settings: Settings, token_path: str) -> Dict[str, str]:
+def ray_environment(base: Env, settings: Settings, token_path: str) -> dict[str, str]:
     """The environment of Ray on this node, and of what runs beside it.
 
     Token authentication is on, unless the user has set ``RAY_AUTH_MODE``. Nothing in it makes a
@@ -428,7 +428,7 @@ def ray_environment(base: Env, settings: Settings, token_path: str) -> Dict[str,
     return env
 
 
-def driver_environment(ray_env: Env, head: HeadAddress) -> Dict[str, str]:
+def driver_environment(ray_env: Env, head: HeadAddress) -> dict[str, str]:
     """The variables by which a program finds this cluster and may use it."""
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR")
     env = {name: ray_env[name] for name in names if name in ray_env}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Iterator, Mapping, NamedTuple, Optional
+from typing import Any, Iterator, Mapping, NamedTuple
 
 from ..files import LIFE, RUN, own_folder
 from ..spec import ProbeSpec
@@ -30,8 +30,6 @@ NODE_PORTS = (
     "MIN_WORKER_PORT",
     "MAX_WORKER_PORT",
 )
-
-
 Env = Mapping[str, str]
 
 
@@ -45,7 +43,7 @@ class SidecarSpec(NamedTuple):
     name: str
     command: str  # a line for bash; empty where Slurm runs it in a step of its own
     everywhere: bool = True  # on every node, or on the head's alone
-    probe: Optional[ProbeSpec] = None  # decides when it is ready; None: at once
+    probe: ProbeSpec | None = None  # decides when it is ready; None: at once
     env: Mapping[str, str] = {}  # added to the job's environment
 
 
@@ -82,17 +80,18 @@ class Settings:
         #: without GPUs of their own see those of the job.
         self.cpus = _number(env, "SLURM_CPUS_ON_NODE")
         gpus, devices = env.get("SLURM_GPUS_ON_NODE", ""), env.get("CUDA_VISIBLE_DEVICES", "")
-        self.worker_units = (
-            int(gpus) if gpus.isdigit() else len(list(filter(str.strip, devices.split(","))))
-        )
-        self.worker_units = self.worker_units or 1
+        seen = len(list(filter(str.strip, devices.split(","))))
+        self.worker_units = (int(gpus) if gpus.isdigit() else seen) or 1
         #: Ray's folder on the node; short, since Linux limits the names of the sockets inside. It
         #: lies in a folder of this user alone: Ray lets everybody write into its own.
         own = own_folder(f"/tmp/nrr-{os.getuid()}-{self.job}")
         self.temp_dir = env.get("RAY_TEMP_DIR") or os.path.join(own, "r")
         #: Ports that the user has set, by variable.
-        ports = {name: _number(env, name, is_port=True) for name in (*HEAD_PORTS, *NODE_PORTS)}
-        self.ports = {name: port for name, port in ports.items() if port is not None}
+        self.ports = {
+            name: port
+            for name in (*HEAD_PORTS, *NODE_PORTS)
+            if (port := _number(env, name, is_port=True)) is not None
+        }
         #: With that many workers the cluster is ready.
         self.min_workers: int = min(
             _number(env, "NEMO_RUN_RAY_MIN_WORKERS", self.nodes), self.nodes - 1
@@ -130,7 +129,7 @@ class Settings:
         return self.log(f"worker-{self.rank:0{width}d}" if self.rank else "head")
 
 
-def _number(env: Env, name: str, default: Optional[int] = None, is_port: bool = False) -> Any:
+def _number(env: Env, name: str, default: int | None = None, is_port: bool = False) -> Any:
     text = env.get(name, "").strip()
     if text and not (text.isdigit() and (not is_port or 1 <= int(text) <= 65535)):
         allowed = "a port from 1 to 65535" if is_port else "a whole number from 0"
@@ -154,7 +153,7 @@ def _sidecars(env: Env) -> Iterator[SidecarSpec]:
             "SANDBOX_WORKER_BASE_PORT": env.get("SANDBOX_BASE_PORT") or "6001",
         }
         probe = ProbeSpec(kind="port", port=port, timeout_s=600.0)
-        line = "" if env.get("SANDBOX_CONTAINER") else command
-        yield SidecarSpec(SANDBOX, line, probe=probe, env=variables)
+        command = "" if env.get("SANDBOX_CONTAINER") else command
+        yield SidecarSpec(SANDBOX, command, probe=probe, env=variables)
     for name, command, everywhere, probe, variables in json.loads(env.get(SIDECARS) or "[]"):
         yield SidecarSpec(name, command, everywhere, probe and ProbeSpec(*probe), variables)
