@@ -100,12 +100,12 @@ class ExistingCluster(Cluster):
             headers["Authorization"] = f"Bearer {token}"
         for name, value in self.headers.items():
             variables = _VARIABLE.findall(value)
-            missing = [variable for variable in variables if variable not in os.environ]
-            if missing:
-                raise ConfigError(
-                    f"ExistingCluster.headers[{name!r}] needs the environment variable "
-                    f"{missing[0]}, which is not set; set it and run again."
-                )
+            for variable in variables:
+                if variable not in os.environ:
+                    raise ConfigError(
+                        f"ExistingCluster.headers[{name!r}] needs the environment variable "
+                        f"{variable}, which is not set; set it and run again."
+                    )
             if name.lower() == "authorization":
                 headers.pop("Authorization", None)
                 token_at = f"the variable {', '.join(variables)}"

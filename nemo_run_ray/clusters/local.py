@@ -82,18 +82,14 @@ _TRIES = "RUNTIME_ENV_RETRY_TIMES"
 #: Variables of a cluster in which this program may run itself.
 _OF_ANOTHER = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"}
 _OF_ANOTHER |= {DASHBOARD, LIFE, RUN, ENDS_AT, LASTS_S, RENEWS}
-_START_LIMIT_S, _STOP_LIMIT_S = 120.0, 20.0
+_START_LIMIT_S = 120.0
 #: A raylet gives its agents 15 s to start, whatever its options are (Ray 2.60), and on a busy
 #: machine they may need longer: a start that fails after more seconds than these is tried again.
 _SLOW_S, _STARTS = 10.0, 3
 #: Seconds for an answer of the dashboard.
 _ANSWER_S = 5.0
-#: Seconds after which a user learns what the program waits for.
-_SILENT_S = 1.0
 #: Archives that are kept, and bytes of each log: its end.
 _ARCHIVES, _LOG_BYTES = 20, 64 * 1024**2
-#: Lines of the log of `ray start` that a message shows, and their length.
-_LINES_SHOWN, _LINE_MAX = 6, 300
 #: Lines in which `ray start` says how to use what it has started.
 _CHATTER = re.compile(r"\s(INFO|SUCC) \w+\.py:\d+ -- ")
 _WATCH = (
@@ -227,9 +223,12 @@ class LocalCluster(Cluster):
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token)}
 
     def _dashboard(self, state: LocalState) -> Dashboard:
-        headers = {"Authorization": f"Bearer {self._token.read_text()}"}
-        why_dead = partial(self._why_dead, state)
-        return Dashboard(state.url, headers, why_dead=why_dead, token_at=str(self._token))
+        return Dashboard(
+            state.url,
+            {"Authorization": f"Bearer {self._token.read_text()}"},
+            why_dead=partial(self._why_dead, state),
+            token_at=str(self._token),
+        )
 
     def _start(self, tries: int = _STARTS) -> LocalState:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
@@ -251,8 +250,9 @@ class LocalCluster(Cluster):
         size = [self.num_cpus, self.num_gpus]
         for name, number in zip(("cpus", "gpus"), size, strict=True):
             command += [] if number is None else [f"--num-{name}={number}"]
-        url = f"http://127.0.0.1:{dashboard_port}"
-        state = LocalState(0, "", url, root, f"127.0.0.1:{port}", size)
+        state = LocalState(
+            0, "", f"http://127.0.0.1:{dashboard_port}", root, f"127.0.0.1:{port}", size
+        )
         try:
             # This is written first: if this client dies here, the next one finds what to remove.
             self._write(state)
@@ -272,10 +272,11 @@ class LocalCluster(Cluster):
             self._await_node(state)
             self._join(state)
             # This ends the Ray when it is idle, and ends with it, by its environment.
-            package = str(Path(__file__).parents[1])
-            words = [sys.executable, "-I", "-S", "-c", _WATCH, package, str(self._path), root]
             _detached(
-                'exec "$@"', *words, str(self.idle_timeout_s), env={**os.environ, EMBEDDED: root}
+                'exec "$@"',
+                *(sys.executable, "-I", "-S", "-c", _WATCH, str(Path(__file__).parents[1])),
+                *(str(self._path), root, str(self.idle_timeout_s)),
+                env={**os.environ, EMBEDDED: root},
             )
             return state
         except BaseException as error:
@@ -332,7 +333,7 @@ class LocalCluster(Cluster):
         with self._usable():
             self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
-                lock.acquire(timeout=_SILENT_S)
+                lock.acquire(timeout=1.0)
             except Timeout:
                 CONSOLE.log("Another process is starting or stopping the embedded Ray; waiting …")
                 lock.acquire()
@@ -354,14 +355,13 @@ class LocalCluster(Cluster):
 
     def _read_any(self) -> LocalState | None:
         # Without a file, or with another program's, no process has joined one.
-        nothing = contextlib.suppress(FileNotFoundError, ValueError, TypeError)
-        with self._usable(), nothing:
+        with self._usable(), contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             return LocalState(**json.loads((self._path / "state.json").read_text(encoding="utf-8")))
         return None
 
     def _write(self, state: LocalState) -> None:
         with self._usable():
-            write_file((self._path / "state.json"), json.dumps(vars(state)))
+            write_file(self._path / "state.json", json.dumps(vars(state)))
 
     def _client(self, state: LocalState) -> DashboardClient:
         return DashboardClient(state.url, self._token.read_text, _ANSWER_S)
@@ -372,10 +372,9 @@ class LocalCluster(Cluster):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(open_own(str(self._token), flags), "w") as file:
             file.write(secrets.token_hex(32))
-        env = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
         return {
             _TRIES: "1",
-            **env,
+            **{name: value for name, value in os.environ.items() if name not in _OF_ANOTHER},
             **self._credentials,
             "RAY_USAGE_STATS_ENABLED": "0",
             EMBEDDED: root,
@@ -422,7 +421,7 @@ class LocalCluster(Cluster):
             family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
         mark = f"{EMBEDDED}={state.root}".encode()
-        deadline = time.monotonic() + _STOP_LIMIT_S
+        deadline = time.monotonic() + 20.0
         while pids := {
             *marked(mark),
             *(pid for pid, born in family.items() if is_running(pid, born)),
@@ -460,8 +459,7 @@ class LocalCluster(Cluster):
             if jobs is not None:
                 write_file(folder / "jobs.json", json.dumps(jobs))
             write_file(folder / "reason", reason)
-        by_age = sorted(archives.glob("*/reason"), key=os.path.getmtime)
-        for path in by_age[:-_ARCHIVES]:
+        for path in sorted(archives.glob("*/reason"), key=os.path.getmtime)[:-_ARCHIVES]:
             shutil.rmtree(path.parent, ignore_errors=True)
 
     def _leave(self, pid: int) -> None:
@@ -512,14 +510,16 @@ def _logs_in(folder: Path) -> Callable[[str], Path | None]:
 
 def _died(state: LocalState, its_log: Path) -> str:
     """Say that it has died, as the end of a sentence."""
-    process = f"its process {state.pid} is gone"
-    return f"the embedded Ray at {state.url} has died: {process}. {_end_of_log(its_log)}"
+    return (
+        f"the embedded Ray at {state.url} has died: its process {state.pid} is gone. "
+        f"{_end_of_log(its_log)}"
+    )
 
 
 def _end_of_log(path: Path) -> str:
     """The last lines that `ray start` printed, with the path of the file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = [line[:_LINE_MAX] for line in text.splitlines() if line.strip()]
-    shown = [line for line in lines if not _CHATTER.search(line)][-_LINES_SHOWN:]
-    shown = shown or ["(nothing: the machine's out-of-memory killer may have ended it)"]
-    return "\n  ".join([f"Its log {path} ends with:", *shown])
+    lines = [line[:300] for line in text.splitlines() if line.strip()]
+    shown = [line for line in lines if not _CHATTER.search(line)][-6:]
+    nothing = ["(nothing: the machine's out-of-memory killer may have ended it)"]
+    return "\n  ".join([f"Its log {path} ends with:", *(shown or nothing)])

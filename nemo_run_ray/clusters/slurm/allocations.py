@@ -171,10 +171,9 @@ class Allocations:
         python = shlex.quote(sys.executable) if self.login.is_here else "python3"
         answer = json.loads(self.login.run(f"exec {python} -IS - <<'END'\n{program}\nEND"))
         if "untrusted" in answer:
-            folder = os.path.dirname(self.path(1))
-            name = self.login.name
             raise ClusterError(
-                f"The folder {folder} on {name} is not safe to use. {answer['untrusted']}"
+                f"The folder {self.folder}/lives on {self.login.name} is not safe to use. "
+                f"{answer['untrusted']}"
             )
         return answer["answer"]
 
@@ -237,8 +236,8 @@ class Allocations:
         if not allocation.renewed and allocation.run.endswith(".0"):
             return ClusterArchive()
         history = self._history(number=allocation.number)
-        runs = [run for run in history.runs if not run["folder"].endswith(allocation.run)]
-        history = replace(history, runs=runs)
+        before = [run for run in history.runs if not run["folder"].endswith(allocation.run)]
+        history = replace(history, runs=before)
         return ClusterArchive(rows=history.rows(is_up=True), log=partial(self._log, history))
 
     def _history(self, session: str = "", number: int = 0) -> History:
@@ -261,8 +260,7 @@ class Allocations:
         there = os.path.join(run, JOB_LOGS, name)
         if self.login.is_here:
             return Path(there)
-        folder = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run))
-        here = folder.absolute() / name
+        here = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run), name).absolute()
         with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
             if not here.exists():
                 here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

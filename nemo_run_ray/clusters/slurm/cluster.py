@@ -32,9 +32,10 @@ from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
 
 _JOB_DIR = re.compile(r"/[\w/.,:@+=-]*", re.ASCII)
 _SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
-_HOST = re.sub("[^A-Za-z0-9.-]", "_", socket.gethostname())
 #: This process among the users of clusters: a name that no other has.
-_USER = f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
+_USER = re.sub(
+    "[^A-Za-z0-9.-]", "_", f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+)
 #: The allocations of each cluster, by host and folder; and the logins, by host.
 _allocations: dict[tuple[str, str], Allocations] = {}
 _logins: dict[str, Login] = {}
@@ -155,9 +156,11 @@ class SlurmCluster(Cluster):
         allocations = self._of_name
         if self.renew and allocations.ask("keep_dispatch", dispatcher=dispatcher):
             files = archives()
-            start = json.dumps({"body": body, "archives": list(files)}).encode()
-            # The last one says that the others are whole.
-            last = {START: start, IDS: "\n".join([dispatcher, *ids, ""]).encode()}
+            last = {
+                START: json.dumps({"body": body, "archives": list(files)}).encode(),
+                # It says that the others are whole.
+                IDS: "\n".join([dispatcher, *ids, ""]).encode(),
+            }
             for name, data in {**files, **last}.items():
                 path = os.path.join(allocations.folder, DISPATCHES, dispatcher, name)
                 self._login.put(data, path)
@@ -213,11 +216,11 @@ class SlurmCluster(Cluster):
         return _allocations.setdefault((login.key, folder), Allocations(login, folder))
 
     def _dashboard(self, allocation: SlurmAllocation) -> Dashboard:
-        assert allocation.head is not None
-        url = allocation.head.dashboard
-        if not self._login.is_here:
-            url = self._login.forward(allocation.head.address, allocation.head.dashboard_port)
-        place = "" if self._login.is_here else f" on {self._login.name}"
+        login, head = self._login, allocation.head
+        assert head is not None
+        url, place = head.dashboard, ""
+        if not login.is_here:
+            url, place = login.forward(head.address, head.dashboard_port), f" on {login.name}"
         path = os.path.join(self._of_name.path(allocation.number), allocation.run, "token")
         return Dashboard(
             url,
@@ -341,10 +344,9 @@ class BringUp:
             return False
         why = newest.why_over
         if not why and newest.has_queue and newest.queued is None:  # Slurm has no job of it
-            job, limit_s = newest.job, RENEWAL_S if newest.renewed else _CLAIM_S
-            if job:
-                why = f"Slurm has no job {job} any more; `sacct -j {job}` may say why"
-            elif newest.jobless_s >= limit_s:
+            if newest.job:
+                why = f"Slurm has no job {newest.job} any more; `sacct -j {newest.job}` may say why"
+            elif newest.jobless_s >= (RENEWAL_S if newest.renewed else _CLAIM_S):
                 why = "its client ended before Slurm had the job"
             if why:
                 self.allocations.ask("note", number=newest.number, name="stop", text=why)
@@ -388,8 +390,9 @@ class BringUp:
         if job is not None and newest.is_queued:
             has_begun = False
             reason = "" if job["reason"] in _NO_REASON else f": {job['reason']}"
-            start = f"; Slurm expects it to start at {job['start']}"
-            start = "" if job["start"] == "N/A" else start
+            start = (
+                "" if job["start"] == "N/A" else f"; Slurm expects it to start at {job['start']}"
+            )
             what = f"waits in the queue{reason}{start}"
         elif newest.end is not None:
             what = "is to start again"

@@ -178,8 +178,9 @@ class ClusterFolder:
             os.mkdir(path / "sbatch")
         except FileExistsError:
             return
-        words = ("sbatch", "--parsable", f"--chdir={path}")
-        code, text = _command(*words, script=script, limit_s=_SUBMIT_S)
+        code, text = _command(
+            "sbatch", "--parsable", f"--chdir={path}", script=script, limit_s=_SUBMIT_S
+        )
         if code:
             write_file(path / "refused", text)
             return

@@ -120,8 +120,7 @@ def template_folder() -> Iterator[str]:
         for path in Path(__file__).parent.glob("*.j2"):
             shutil.copy(path, folder)
         # Base64 with lines, since shells limit the length of one.
-        encoded = base64.encodebytes(node_program()).decode()
-        Path(folder, "node.pyz.b64").write_text(encoded, encoding="ascii")
+        Path(folder, "node.pyz.b64").write_bytes(base64.encodebytes(node_program()))
         yield folder
 
 
@@ -134,16 +133,16 @@ def job_script(cluster: SlurmCluster, life: str) -> str:
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
-    idle, rows = cluster.idle_timeout_s, [sidecar.spec() for sidecar in cluster.sidecars]
+    idle = cluster.idle_timeout_s
     variables = {
         LIFE: life,
         IDLE_TIMEOUT: "" if idle is None else str(idle),
         RENEW: "1" if cluster.renew else "",
-        SIDECARS: json.dumps(rows),
+        SIDECARS: json.dumps([sidecar.spec() for sidecar in cluster.sidecars]),
     }
     # NeMo-Run's request fills in what is missing, and writes variables as they are.
     executor = copy.copy(cluster.executor)
-    executor.nodes = executor.nodes if cluster.nodes is None else cluster.nodes
+    executor.nodes = cluster.nodes or executor.nodes
     executor.time = executor.time if cluster.walltime is None else cluster.walltime
     executor.job_details = copy.deepcopy(executor.job_details)
     executor.job_details.folder = os.path.join(life, "logs")
