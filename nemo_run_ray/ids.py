@@ -16,7 +16,6 @@ HANDLE = f"{SCHEDULER}://{SESSION}/"
 LEDGER = "ray_jobs.jsonl"
 #: Name of a dispatcher after its experiment's.
 DISPATCHER = "dispatcher"
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def job_id(experiment_id: str, job: str) -> str:
@@ -40,7 +39,7 @@ def safe_id(name: str) -> str:
 
     A name that had to change gets a hash, so that different names stay different.
     """
-    safe = _UNSAFE.sub("_", name)
+    safe = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
     if safe == name and safe.strip("."):
         return safe
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()

@@ -128,12 +128,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 _FILE = "A cluster file of an embedded Ray, or of one on Slurm."
 _BROKEN = "broken"
 _COLORS = {"ok": "green", "warning": "yellow", _BROKEN: "red", "unknown": "yellow"}
-#: Exit code of ``wait`` when the time is over, as that of the command ``timeout``.
-_TIMEOUT = 124
 #: Lines of each log that are read before those of other jobs are printed.
 _LINES_AHEAD = 1000
-_NAME = re.compile(r"[\w-]{1,100}")
-_VARIABLE = re.compile(r"\$\{\w+\}")
 #: Seconds between two looks of a table that follows.
 _REFRESH_S = 2.0
 #: Typer's settings of a verb that hands all its arguments to another command, also ``--help``.
@@ -235,7 +231,7 @@ def wait(
             "They continue.",
             file=sys.stderr,
         )
-        raise typer.Exit(_TIMEOUT)
+        raise typer.Exit(124)  # as the command `timeout`
     raise typer.Exit(report.exit_code)
 
 
@@ -614,7 +610,7 @@ def _show_file(name: str, as_json: bool) -> None:
     rows = []
     for path, value in leaves(document.file.model_dump(exclude_unset=True)):
         if path[:2] == ("cluster", "headers"):  # of which only names of variables may be seen
-            value = " ".join(_VARIABLE.findall(value)) or "***"
+            value = " ".join(re.findall(r"\$\{\w+\}", value)) or "***"
         rows.append({"key": dotted(path), "value": value, "source": document.where(*path)})
     if as_json:
         file = {
@@ -643,7 +639,7 @@ def init(
     from nemo_run_ray.cluster_files.check import sample
 
     path = Path("cluster_configs", f"{name}.yaml")
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(r"[\w-]{1,100}", name):
         raise ConfigError(
             f"The name of a cluster file is {name!r}; expected letters, digits, '_' and '-'."
         )

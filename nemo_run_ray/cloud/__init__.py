@@ -41,7 +41,6 @@ from nemo_run_ray.patches.dgxcloud_exports import OUR_PREFIX
 __all__ = ["LEFT_OUT", "ShipSource", "SourcePackager"]
 
 _BOOT, _SPEC = f"{OUR_PREFIX}BOOT", f"{OUR_PREFIX}SPEC"
-_PATCHES = ("data_mover_configs", "dgxcloud_exports", "dgxcloud_refusal")
 #: Runs what stands behind it when the source code is there. No "$(", which Kubernetes reads as a
 #: variable of its own, and no single quote, between which DGX Cloud's form stands.
 _UNPACK = (
@@ -182,7 +181,7 @@ class ShipSource(ExperimentPlugin):
         executor.env_vars = variables
         if isinstance(task, Script) and not task.m:  # commands start in the tree
             task.path = _in_tree(task.path, root) or task.path  # or it is in the image
-        patches.apply(*_PATCHES)
+        patches.apply("data_mover_configs", "dgxcloud_exports", "dgxcloud_refusal")
 
 
 @dataclass(kw_only=True)

@@ -228,9 +228,6 @@ _NO_POOLS = """\
 # pools:
 #   gpu: {label_selector: {pool: gpu}, gpus_per_node: 8}
 """
-#: Labels that Ray itself gives every node.
-_OF_RAY = "ray.io/"
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 def sample(name: str, address: str | None, nodes: Sequence[Node]) -> str:
@@ -244,12 +241,13 @@ def sample(name: str, address: str | None, nodes: Sequence[Node]) -> str:
     cluster = _LOCAL if address is None else f"  address: {json.dumps(address)}"
     by_labels: dict[tuple[tuple[str, str], ...], list[Node]] = {}
     for node in nodes:  # a pool for every set of labels that their owner gave
-        own = [label for label in node.labels.items() if not label[0].startswith(_OF_RAY)]
+        own = [label for label in node.labels.items() if not label[0].startswith("ray.io/")]
         if own:
             by_labels.setdefault(tuple(sorted(own)), []).append(node)
     pools: dict[str, str] = {}
     for labels, members in sorted(by_labels.items()):
-        pool = _NOT_IN_NAMES.sub("-", "-".join(text for _, text in labels)).strip("-") or "pool"
+        texts = "-".join(text for _, text in labels)
+        pool = re.sub(r"[^A-Za-z0-9_.-]+", "-", texts).strip("-") or "pool"
         while pool in pools:
             pool += "-2"
         most = Counter[str]()

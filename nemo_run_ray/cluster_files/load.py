@@ -47,13 +47,6 @@ PROFILES_FILE = "env.toml"
 #: ``names_ray`` and ``read``; the first one also has ``find`` and ``profiles``.
 _READERS = ("nemo_run_ray.integrations.nemotron", "nemo_run_ray.integrations.skills.reader")
 _SUFFIXES = (".yaml", ".yml", ".toml")
-_NAMES = re.compile(r"\$\{?(\w+)")
-#: Names of variables that a file may forward.
-_FORWARDED = re.compile(r"[A-Za-z_][\w*?\[\]!-]*")
-#: Names of tables with variables, as the ends of paths.
-_VARIABLES = (("env_vars",), ("set",))
-#: Names that pydantic gives the members of unions.
-_MEMBERS = ("int", "str", "bool", "float")
 #: The model of each section, by the key in front of it.
 _SECTIONS: dict[str | int, type[BaseModel]] = {
     "cluster": schema.ClusterPart,
@@ -135,14 +128,15 @@ def load(name: str) -> Document:
         problems = []
         for problem in error.errors():
             # pydantic adds the member of a union behind the key that has the union's type.
-            place = tuple(part for part in problem["loc"] if part not in _MEMBERS)
+            members = ("int", "str", "bool", "float")
+            place = tuple(part for part in problem["loc"] if part not in members)
             problems.append(str(document.refuse(place, _problem(problem, place))))
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
     _check(document)
     return document
 
 
-def is_for_others(path: Path, profile: str | None = None) -> str:
+def is_for_others(path: Path, profile: str | None) -> str:
     """The format of another project's file that is for another executor; empty for all others."""
     document = read(path)
     reader = _reader_of(document, profile)
@@ -226,7 +220,7 @@ def _filled(value: Any, path: KeyPath, document: Document) -> Any:
         return [_filled(inner, (*path, number), document) for number, inner in enumerate(value)]
     if not isinstance(value, str):
         return value
-    credentials = [name for name in _NAMES.findall(value) if is_credential_name(name)]
+    credentials = [*filter(is_credential_name, re.findall(r"\$\{?(\w+)", value))]
     if credentials:
         problem = (
             f"{credentials[0]} is the name of a credential, whose value would be shown; list the "
@@ -275,11 +269,12 @@ def _check(document: Document) -> None:
             problem = f"a Ray by {named[0]!r} has a token of its own and no proxy; leave it out."
             raise document.refuse(("cluster", name), problem)
     for number, pattern in enumerate(file.env.forward):
-        if not _FORWARDED.fullmatch(pattern):
+        if not re.fullmatch(r"[A-Za-z_][\w*?\[\]!-]*", pattern):
             problem = f"{pattern!r} may be your whole environment; expected NAME or NAME_*."
             raise document.refuse(("env", "forward", number), problem)
     for path, value in leaves(document.values):
-        if path[-2:-1] in _VARIABLES and credentials_in({str(path[-1]): value}):
+        is_variable = path[-2:-1] in (("env_vars",), ("set",))
+        if is_variable and credentials_in({str(path[-1]): value}):
             raise document.refuse(
                 path,
                 "this looks like a credential, and the file is read by others. Put the value "
@@ -326,7 +321,7 @@ def variables_of(document: Document) -> tuple[dict[str, str], list[str]]:
             f"{document.path} requires variables that are not set in this environment: "
             f"{', '.join(dict.fromkeys(missing))}. Set them; nothing was sent."
         )
-    return {**clear, **env.set}, list(dict.fromkeys(secrets))
+    return {**clear, **env.set}, secrets
 
 
 def value_of(name: str, places: Sequence[str] = ()) -> str | None:

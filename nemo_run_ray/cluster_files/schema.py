@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 _Texts = dict[str, str]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Amounts = dict[str, _Amount]
-_Memory = int | str
 
 
 class _Part(BaseModel):
@@ -148,7 +147,7 @@ class PoolPart(_Part):
     """CPUs that one replica reserves."""
     gpus_per_node: float | None = None
     """GPUs that one replica reserves."""
-    memory_per_node: _Memory | None = None
+    memory_per_node: int | str | None = None
     """Memory that one replica reserves: bytes or `64GiB`."""
     resources_per_node: _Amounts = {}
     """Custom resources that one replica reserves."""

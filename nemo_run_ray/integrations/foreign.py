@@ -41,8 +41,9 @@ class Translation:
         if value is None:
             return kind()
         if not isinstance(value, kind):
-            found = type(value).__name__
-            raise self.document.refuse(path, f"expected {_EXPECTED[kind]}; found a {found}.")
+            raise self.document.refuse(
+                path, f"expected {_EXPECTED[kind]}; found a {type(value).__name__}."
+            )
         return value
 
     def put(self, target: KeyPath, value: Any, key: KeyPath) -> None:
@@ -66,8 +67,7 @@ class Translation:
 
     def ignore(self, key: KeyPath, reason: str) -> None:
         """Leave out a foreign key; the first reason stays."""
-        where = self.document.where(*key)
-        self._ignored.setdefault(key, Ignored(dotted(key), reason, where))
+        self._ignored.setdefault(key, Ignored(dotted(key), reason, self.document.where(*key)))
 
     def ignore_rest(self, table: KeyPath, used: Collection[str]) -> None:
         """Leave out the keys of a table that have a value and were not used."""

@@ -12,9 +12,6 @@ from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
 from nemo_run_ray.patches import Edit, Patch
 
-#: Answers that the same question gets again: malformed, unknown credentials, forbidden.
-FINAL = frozenset({400, 401, 403})
-
 
 class DGXCloudRefusalPatch(Patch):
     """DGX Cloud: when the platform refuses the credentials, its reason is logged once and nothing
@@ -43,7 +40,8 @@ def _with_refusals(real: Any) -> ModuleType:
 
     def post(url: str, *args: Any, **kwargs: Any) -> Any:
         answer = real.post(url, *args, **kwargs)
-        if url.endswith("/token") and answer.status_code in FINAL:
+        # Malformed, unknown credentials, forbidden: the same question gets the same answer.
+        if url.endswith("/token") and answer.status_code in (400, 401, 403):
             raise _Refusal(answer.status_code, answer.text.strip() or answer.reason)
         return answer
 

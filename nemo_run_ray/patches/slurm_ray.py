@@ -25,7 +25,7 @@ class SlurmRayPatch(Patch):
     retired_by = "a template of NeMo-Run that starts all nodes by one step (ray.sub.j2)"
 
     def edits(self) -> Sequence[Edit]:
-        fields = {*SlurmRayRequest.__dataclass_fields__}
+        fields = SlurmRayRequest.__dataclass_fields__.keys()
         self.must({"template_name", "template_dir"} <= fields, "SlurmRayRequest")
         return [
             self.wrapped(SlurmRayRequest, "materialize", _with_our_template),

@@ -152,8 +152,8 @@ def array(
                         f"{' beside args' if is_twice else ''}; expected is one of "
                         f"{', '.join(['env.NAME', *words])}."
                     )
-            script = {name: getattr(task, name) for name in _SCRIPT_FIELDS}
-            header.update(script=script, runs="command")
+            header["script"] = {name: getattr(task, name) for name in _SCRIPT_FIELDS}
+            header["runs"] = "command"
             env = dict(task.env)
             rows = (
                 {field: _as_text(field, value, at) for field, value in row.items()}

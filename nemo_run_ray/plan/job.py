@@ -62,21 +62,21 @@ class JobPlan:
         reservation: the parts of Ray's job request that say what to reserve.
         packagers: of the roles whose code is sent, by the role's name.
         secret_places: by name, the other variables or files that hold the values of secrets.
-        after: names of the experiment's jobs on this cluster that must have succeeded.
         outside: handles of other experiments' jobs that must have succeeded; the planned one has
             names of experiments too, which the scheduler looks up.
+        after: names of the experiment's jobs on this cluster that must have succeeded.
     """
 
     job: str
     submission_id: str
     spec: JobSpec | GroupSpec | ArraySpec
     executor: RayExecutor = field(compare=False)
-    reservation: dict[str, Any] = field(default_factory=dict)
-    runtime_env: dict[str, Any] = field(default_factory=dict)
-    packagers: dict[str, Packager] = field(default_factory=dict)
-    secret_places: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reservation: dict[str, Any]
+    runtime_env: dict[str, Any]
+    packagers: dict[str, Packager]
+    secret_places: dict[str, tuple[str, ...]]
+    outside: tuple[str, ...]
     after: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
 
     @property
     def needs_dispatcher(self) -> bool:
@@ -128,8 +128,9 @@ class JobPlan:
         # Ray unpacks one archive as the working directory; those of other roles lie beside it.
         uris = list(dict.fromkeys(code.values()))
         if len(uris) > 1:
-            names = {role: uri.rpartition("/")[2] for role, uri in code.items()}
-            variables[CODE] = json.dumps(names, sort_keys=True)
+            variables[CODE] = json.dumps(
+                {role: uri.rpartition("/")[2] for role, uri in code.items()}, sort_keys=True
+            )
         runtime_env = {
             **self.runtime_env,
             "env_vars": variables,
@@ -149,11 +150,12 @@ class JobPlan:
         self, body: dict[str, Any], outside: Sequence[OutsideSpec], dispatcher: str
     ) -> DispatchedJobSpec:
         """The job as a dispatcher gets it, with the body of its first attempt's request."""
+        executor = self.executor
         metadata = {
             **body["metadata"],
             DISPATCHER_KEY: dispatcher,
-            RETRIES_KEY: str(self.executor.retries),
-            PERMANENT_KEY: ",".join(map(str, self.executor.permanent_exit_codes)),
+            RETRIES_KEY: str(executor.retries),
+            PERMANENT_KEY: ",".join(map(str, executor.permanent_exit_codes)),
         }
         return DispatchedJobSpec(
             name=self.job,
@@ -166,10 +168,10 @@ class JobPlan:
             },
             after=self.after,
             outside=tuple(outside),
-            retries=self.executor.retries,
-            permanent_exit_codes=tuple(self.executor.permanent_exit_codes),
-            pending_timeout_s=self.executor.pending_timeout_s,
-            time_s=self.executor.time_s,
+            retries=executor.retries,
+            permanent_exit_codes=tuple(executor.permanent_exit_codes),
+            pending_timeout_s=executor.pending_timeout_s,
+            time_s=executor.time_s,
             secrets=self.spec.secrets,
         )
 
@@ -226,7 +228,6 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         }
         reservation = {name: amount for name, amount in asked.items() if amount is not None}
         runtime_env = resolve_runtime_env(executor.runtime_env)
-    sources = (executor, *executor.resource_group)
     return JobPlan(
         job=job,
         submission_id=submission_id,
@@ -235,7 +236,9 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         reservation=reservation,
         runtime_env=runtime_env,
         packagers=packagers(app, executor),
-        secret_places=joined_places(source.secret_places for source in sources),
+        secret_places=joined_places(
+            source.secret_places for source in (executor, *executor.resource_group)
+        ),
         outside=tuple(executor.dependencies),
     )
 
@@ -299,10 +302,14 @@ def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str
 
     The interpreters that the jobs name are tried first; they may not be on the head.
     """
-    killed = "the dispatcher was killed (exit code $code) and is started again"
-    note = f'echo "nemo_run_ray| {killed}"; '
-    arguments = ["dispatch", submission_id, nonce]
-    return entrypoint(None, arguments, pythons, "-gt 128", _DISPATCHER_STARTS, note)
+    return entrypoint(
+        None,
+        ["dispatch", submission_id, nonce],
+        pythons,
+        "-gt 128",
+        _DISPATCHER_STARTS,
+        'echo "nemo_run_ray| the dispatcher was killed (exit code $code) and is started again"; ',
+    )
 
 
 # ---------------------------------------------------------------------- the text of a dry run

@@ -39,7 +39,6 @@ ROLE_MAX = 48
 SELECTORS_SINCE = (2, 54)
 #: In a configuration as Fiddle writes it: what the script that the user runs has defined.
 OF_MAIN = re.compile(r'"module":\s*"__main__"')
-_ROLE = re.compile(rf"[A-Za-z0-9_.-]{{1,{ROLE_MAX}}}")
 _SPREADS = ("SPREAD", "STRICT_SPREAD")
 
 
@@ -134,7 +133,7 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
             # What plug-ins set on the group's executor is in role.env already.
             role = with_launcher(replace(role, env={**own.env_vars, **role.env}), own)
         name = role_name(role, own)
-        if not _ROLE.fullmatch(name):
+        if not re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{ROLE_MAX}}}", name):
             raise ConfigError(
                 f"The role {name!r} cannot have this name; allowed are up to {ROLE_MAX} letters, "
                 "digits, '_', '.' and '-'. Set RayExecutor.role."

@@ -61,8 +61,7 @@ class SkillsExecutorPatch(Patch):
             utils = importlib.import_module(f"{_PACKAGE}.pipeline.utils")
             originals = {name: getattr(utils, name) for name in _WRAPPERS}
             pipeline = importlib.import_module(f"{utils.__name__}.declarative").Pipeline
-            parameters = inspect.signature(utils.get_executor).parameters
-            if lacking := _PARAMETERS - {*parameters}:
+            if lacking := _PARAMETERS - inspect.signature(utils.get_executor).parameters.keys():
                 raise AttributeError(f"get_executor has no {', '.join(lacking)}")
         except Exception as error:  # its many dependencies raise what they like
             raise UnsupportedNemoRun(
@@ -289,8 +288,6 @@ def _of_client(role: SkillsExecutor, serving: Sequence[SkillsExecutor]) -> Itera
 
 # ------------------------------------------------------ functions that take the place of theirs
 
-#: NeMo-Skills' name of every task in its experiment.
-_EVERY_TASK = "nemo-run"
 #: Whether the cluster file that was read last is for Ray.
 _LAST_IS_FOR_RAY: ContextVar[bool] = ContextVar("last_is_for_ray", default=False)
 
@@ -413,7 +410,7 @@ def _experiment_add(original: Any) -> Any:
     def wrapper(
         self: Any, task: Any, executor: Any = None, name: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        if name == _EVERY_TASK:
+        if name == "nemo-run":
             parts = executor if isinstance(executor, list) else [executor]
             mine = [part for part in parts if isinstance(part, SkillsExecutor)]
             if mine:
@@ -431,8 +428,7 @@ def _download(original: object, bound: inspect.BoundArguments) -> None:
             f"NeMo-Skills looks for the folder {source} of the nodes on this machine, which "
             "has none of that name. Run the command where this machine sees the nodes' paths."
         )
-    target = Path(bound.arguments["local_dir"]) / source.name
-    shutil.copytree(source, target, dirs_exist_ok=True)
+    shutil.copytree(source, Path(bound.arguments["local_dir"], source.name), dirs_exist_ok=True)
 
 
 def _upload(original: object, bound: inspect.BoundArguments) -> None:

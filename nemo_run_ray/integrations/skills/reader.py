@@ -44,8 +44,8 @@ _IGNORED = {
     "namespace": "Ray jobs of this package share no named actors.",
     "require_ray_endpoint": "Jobs go through the dashboard, whose address the file has.",
 }
-_TOP = ("containers", "env_vars", "required_env_vars", "preflight")
 _LABELS = ("entrypoint_label_selector", "image_label_key", "image_label_selectors")
+_RESOURCES = {"gpu": "GPU", "gpus": "GPU", "cpu": "CPU", "cpus": "CPU", "mem": "memory"}
 _ADDRESSES = ("dashboard_url", "jobs_api_url", "endpoint", "ray_endpoint")
 
 
@@ -118,9 +118,24 @@ def read(document: Document, profile: str | None, environ: Mapping[str, str]) ->
     for image, container in file.of(dict, "containers").items():
         file.put(("images", image), container, ("containers", image))
     _put_variables(file, (why,), environ)
-    _put_preflight(file)
+    if file.of(dict, "preflight"):
+        # Nodes that a task needs may come later; only what the file requires must be there.
+        file.put(("preflight", "only_required"), True, ("preflight",))
+        file.put_or(("preflight", "enabled"), True, ("preflight", "enabled"))
+        file.put_or(("preflight", "strict"), True, ("preflight", "strict_label_check"))
+        labels = ("preflight", "required_node_labels")
+        file.put(("preflight", "required_labels"), file.of(list, *labels), labels)
+        totals = ("preflight", "min_cluster_resources")
+        for name, amount in file.of(dict, *totals).items():
+            resource = _RESOURCES.get(name.strip().lower(), name)
+            file.put(("preflight", "min_resources", resource), amount, (*totals, name))
+        file.ignore_rest(
+            ("preflight",),
+            ("enabled", "strict_label_check", "required_node_labels", "min_cluster_resources"),
+        )
     file.put(("defaults", "wait_for_nodes"), True, (why,))
-    file.ignore_rest((), (*used, *_TOP))
+    used += ["containers", "env_vars", "required_env_vars", "preflight"]
+    file.ignore_rest((), used)
     return file.done()
 
 
@@ -152,8 +167,7 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
         file.put(("image_labels", image), labels, (*images, image))
     if folder := file.of(str, section, "working_dir").strip():
         file.put(("defaults", "packager"), {"folder": folder}, (section, "working_dir"))
-    known = ("name", "kubernetes", "working_dir", *_ADDRESSES, *_LABELS)
-    file.ignore_rest((section,), known)
+    file.ignore_rest((section,), ("name", "kubernetes", "working_dir", *_ADDRESSES, *_LABELS))
 
 
 def _labels(file: Translation, path: KeyPath) -> dict[str, Any]:
@@ -171,7 +185,6 @@ FORWARDED = [
 _PREFIX = "NEMO_SKILLS_"
 _STAY_HERE = {f"{_PREFIX}{word}" for word in ("SSH_SERVER", "SSH_KEY_PATH", "CONFIG", "CONFIG_DIR")}
 _LISTS = ("required_env_vars", "env_vars")
-_NAME = re.compile(r"[^\s=$]+")
 #: ``$NAME`` and ``${NAME}`` in a value of a variable.
 _REFERENCE = re.compile(r"\$(\{)?([A-Za-z_]\w*)(?(1)\})")
 
@@ -191,7 +204,7 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, s
             name, equals, value = (part.strip() for part in str(entry).partition("="))
             others = [other for _, other in _REFERENCE.findall(value)]
             secret = next(filter(is_credential_name, others), "")
-            if not isinstance(entry, str) or not _NAME.fullmatch(name):
+            if not isinstance(entry, str) or not re.fullmatch(r"[^\s=$]+", name):
                 raise file.document.refuse(
                     path, "it is no variable (not shown here); expected NAME, or NAME=value."
                 )
@@ -218,24 +231,3 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, s
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in _STAY_HERE:
             add(("secrets",), name, added_by)  # nobody but NeMo-Skills knows what they hold
-
-
-_RESOURCES = {"gpu": "GPU", "gpus": "GPU", "cpu": "CPU", "cpus": "CPU", "mem": "memory"}
-
-
-def _put_preflight(file: Translation) -> None:
-    """Read what is looked at before a start, if the file asks for a look."""
-    if not file.of(dict, "preflight"):
-        return
-    # Nodes that a task needs may come later; only what the file requires must be there.
-    file.put(("preflight", "only_required"), True, ("preflight",))
-    file.put_or(("preflight", "enabled"), True, ("preflight", "enabled"))
-    file.put_or(("preflight", "strict"), True, ("preflight", "strict_label_check"))
-    labels = ("preflight", "required_node_labels")
-    file.put(("preflight", "required_labels"), file.of(list, *labels), labels)
-    totals = ("preflight", "min_cluster_resources")
-    for name, amount in file.of(dict, *totals).items():
-        resource = _RESOURCES.get(name.strip().lower(), name)
-        file.put(("preflight", "min_resources", resource), amount, (*totals, name))
-    used = ["enabled", "strict_label_check", "required_node_labels", "min_cluster_resources"]
-    file.ignore_rest(("preflight",), used)

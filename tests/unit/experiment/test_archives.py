@@ -260,7 +260,9 @@ def test_the_job_archive(job_dir, tmp_path):
     main.write_text("x = 1")
     found = _unzip(
         job_archive(
-            [JobPlan("job", "exp.job", JobSpec(("true",)), RayExecutor())], {"job": job_dir}, main
+            [JobPlan("job", "exp.job", JobSpec(("true",)), RayExecutor(), {}, {}, {}, {}, ())],
+            {"job": job_dir},
+            main,
         )
     )
     assert found[f"{JOBS}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"
