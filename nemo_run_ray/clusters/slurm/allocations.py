@@ -151,7 +151,7 @@ class Allocations:
         self._histories: dict[tuple[str, int], tuple[float, History]] = {}
 
     def path(self, number: int) -> str:
-        return os.path.join(self.folder, "lives", str(number))
+        return f"{self.folder}/lives/{number}"
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """Ask on the login node: the answer of a method of ``on_login.ClusterFolder``.
@@ -257,7 +257,7 @@ class Allocations:
         run = next((run["folder"] for run in history.runs if name in run["logs"]), None)
         if run is None:
             return None
-        there = os.path.join(run, JOB_LOGS, name)
+        there = f"{run}/{JOB_LOGS}/{name}"
         if self.login.is_here:
             return Path(there)
         here = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run), name).absolute()

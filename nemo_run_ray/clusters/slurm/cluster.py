@@ -162,8 +162,7 @@ class SlurmCluster(Cluster):
                 IDS: "\n".join([dispatcher, *ids, ""]).encode(),
             }
             for name, data in {**files, **last}.items():
-                path = os.path.join(allocations.folder, DISPATCHES, dispatcher, name)
-                self._login.put(data, path)
+                self._login.put(data, f"{allocations.folder}/{DISPATCHES}/{dispatcher}/{name}")
 
     def record(self) -> dict[str, Any]:
         tunnel = self.executor.tunnel
@@ -221,11 +220,10 @@ class SlurmCluster(Cluster):
         url, place = head.dashboard, ""
         if not login.is_here:
             url, place = login.forward(head.address, head.dashboard_port), f" on {login.name}"
-        path = os.path.join(self._of_name.path(allocation.number), allocation.run, "token")
         return Dashboard(
             url,
             {"Authorization": f"Bearer {allocation.token}"},
-            token_at=f"{path}{place}",
+            token_at=f"{self._of_name.path(allocation.number)}/{allocation.run}/token{place}",
             why_dead=partial(self._why_dead, allocation),
             earlier=self._of_name.earlier(allocation),
         )
@@ -390,10 +388,9 @@ class BringUp:
         if job is not None and newest.is_queued:
             has_begun = False
             reason = "" if job["reason"] in _NO_REASON else f": {job['reason']}"
-            start = (
-                "" if job["start"] == "N/A" else f"; Slurm expects it to start at {job['start']}"
-            )
-            what = f"waits in the queue{reason}{start}"
+            what = f"waits in the queue{reason}"
+            if job["start"] != "N/A":
+                what += f"; Slurm expects it to start at {job['start']}"
         elif newest.end is not None:
             what = "is to start again"
         else:

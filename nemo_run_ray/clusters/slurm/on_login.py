@@ -335,7 +335,7 @@ def main(request: Row) -> None:
     """
     os.umask(0o077)
     folder = request["folder"]
-    why = why_untrusted(os.path.join(folder, "lives"))
+    why = why_untrusted(f"{folder}/lives")
     if why:
         print(json.dumps({"untrusted": why}))
         return

@@ -145,7 +145,7 @@ def job_script(cluster: SlurmCluster, life: str) -> str:
     executor.nodes = cluster.nodes or executor.nodes
     executor.time = executor.time if cluster.walltime is None else cluster.walltime
     executor.job_details = copy.deepcopy(executor.job_details)
-    executor.job_details.folder = os.path.join(life, "logs")
+    executor.job_details.folder = f"{life}/logs"
     quoted = {key: shlex.quote(value) for key, value in variables.items()}
     executor.env_vars = {**executor.env_vars, **quoted}
     if cluster.renew:

@@ -227,7 +227,7 @@ class Allocation:
         if not self._settings.renew or not self._has(carried_over.RENEWED):
             return False
         parent, number = os.path.split(self._folder)
-        return bool(glob.glob(os.path.join(parent, str(int(number) - 1), "run", "*", READY)))
+        return bool(glob.glob(f"{parent}/{int(number) - 1}/run/*/{READY}"))
 
     def _has(self, name: str) -> bool:
         return os.path.exists(os.path.join(self._folder, name))
