@@ -49,9 +49,9 @@ class RunDir:
 
     def __init__(self, submission_id: str, base: str | None = None) -> None:
         self.base = base or run_dirs(tempfile.gettempdir())
-        self.root = os.path.join(self.base, submission_id)
-        self.mount = os.path.join(self.root, "nemo_run")
-        self.code = os.path.join(self.mount, "code")
+        self.root = f"{self.base}/{submission_id}"
+        self.mount = f"{self.root}/nemo_run"
+        self.code = f"{self.mount}/code"
 
     def create(self, jobs: str, job: str, working_dir: str | None) -> None:
         """Make the directory and fill it with a job of the archive, and the code that Ray unpacked.
@@ -74,21 +74,21 @@ class RunDir:
         else:
             shutil.copytree(working_dir, self.code, symlinks=True)
             _restore_manifest(self.code)
-        scripts = os.path.join(self.mount, "scripts")
-        for target in (os.path.join(self.mount, "configs"), scripts):
+        scripts = f"{self.mount}/scripts"
+        for target in (f"{self.mount}/configs", scripts):
             os.mkdir(target)
-            source = os.path.join(jobs, job, os.path.basename(target))
+            source = f"{jobs}/{job}/{os.path.basename(target)}"
             if os.path.isdir(source):
                 shutil.copytree(source, target, dirs_exist_ok=True)
         for name in os.listdir(scripts):
-            path = os.path.join(scripts, name)
+            path = f"{scripts}/{name}"
             os.chmod(path, 0o700)
             with open(path, "r+b") as file:
                 text = self.map(os.fsdecode(file.read()))
                 file.seek(0)
                 file.truncate()
                 file.write(os.fsencode(text))
-        main = os.path.join(jobs, "__main__.py")
+        main = f"{jobs}/__main__.py"
         if os.path.exists(main):
             shutil.copy(main, self.root)
 
@@ -102,17 +102,17 @@ class RunDir:
 
 
 def _restore_manifest(code: str) -> None:
-    path = os.path.join(code, MANIFEST)
+    path = f"{code}/{MANIFEST}"
     if not os.path.exists(path):
         return
     with open(path, encoding="utf-8") as file:
         manifest = json.load(file)
     os.remove(path)
     for name in manifest["executables"]:
-        target = os.path.join(code, name)
+        target = f"{code}/{name}"
         os.chmod(target, os.stat(target).st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
     for name, link in manifest["symlinks"].items():
-        target = os.path.join(code, name)
+        target = f"{code}/{name}"
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.symlink(link, target)
 

@@ -105,7 +105,7 @@ class Allocation:
         """
         if not self._folder:
             return
-        renewed = os.path.join(self._folder, carried_over.RENEWED)
+        renewed = f"{self._folder}/{carried_over.RENEWED}"
         before = carried_over.runs_before(self._folder, self._settings.run)
         if not carried_over.exists(renewed) and not any(before):
             for folder in carried_over.kept_dispatches(self._folder):
@@ -131,7 +131,7 @@ class Allocation:
         if not self._session:
             with suppress(Unanswered, OSError):
                 session = self.dashboard.session()
-                write_file(os.path.join(self._settings.run, "session"), session)
+                write_file(f"{self._settings.run}/session", session)
                 self._session = session
         rows = self.keep_table()
         is_idle = rows is not None and not self._waiting and not any(map(is_active, rows))
@@ -140,7 +140,7 @@ class Allocation:
             self._table = rows
         try:
             end = self.renewal(self._table, is_idle)
-            users = set(os.listdir(os.path.join(self._folder, USERS)))
+            users = set(os.listdir(f"{self._folder}/{USERS}"))
         except OSError:  # the folder cannot be read now
             return None
         if end is not None:
@@ -169,7 +169,7 @@ class Allocation:
         text = json.dumps([*{**self._carried, **_by_id(rows)}.values()])
         if text != self._written:
             with suppress(OSError):  # the next look tries again
-                write_file(os.path.join(self._settings.run, carried_over.TABLE), text)
+                write_file(f"{self._settings.run}/{carried_over.TABLE}", text)
                 self._written = text
         return rows
 
@@ -185,7 +185,7 @@ class Allocation:
         """
         if not self._settings.renew or self._ends_at is None:
             return None
-        has_signal = os.path.exists(os.path.join(self._settings.run, SIGNALLED))
+        has_signal = os.path.exists(f"{self._settings.run}/{SIGNALLED}")
         is_late = time.time() >= self._ends_at or has_signal
         table = _by_id(rows)
         names = set()  # dispatchers of dispatches that were started and are not decided
@@ -193,7 +193,7 @@ class Allocation:
         for folder, attempts in dispatches.items():
             if _is_decided(attempts):
                 _remove_archives(folder)
-            elif attempts and os.path.exists(os.path.join(folder, carried_over.START)):
+            elif attempts and os.path.exists(f"{folder}/{carried_over.START}"):
                 # Before the walltime only one that had no time for the remaining jobs: another one
                 # that has died would die again.
                 last = attempts[max(attempts)]
@@ -230,7 +230,7 @@ class Allocation:
         return bool(glob.glob(f"{parent}/{int(number) - 1}/run/*/{READY}"))
 
     def _has(self, name: str) -> bool:
-        return os.path.exists(os.path.join(self._folder, name))
+        return os.path.exists(f"{self._folder}/{name}")
 
     def _attempts(self, rows: JobRows) -> dict[str, dict[int, Attempt]]:
         """The attempts of the dispatchers, by the folder of the dispatch and number."""
@@ -249,11 +249,11 @@ class Allocation:
         folder, failures = self._waiting.pop(0)
         name = os.path.basename(folder)
         try:
-            with open(os.path.join(folder, carried_over.START), encoding="utf-8") as file:
+            with open(f"{folder}/{carried_over.START}", encoding="utf-8") as file:
                 start = json.load(file)
             uploads = DashboardClient(self.dashboard.url, self.dashboard.token, _UPLOAD_S)
             for archive in start["archives"]:
-                with open(os.path.join(folder, archive), "rb") as file:
+                with open(f"{folder}/{archive}", "rb") as file:
                     uploads.put_package(archive, file.read())
             body = start["body"]
             last = max(self._attempts(self._carried)[folder])
@@ -289,4 +289,4 @@ def _remove_archives(folder: str) -> None:
     with suppress(OSError):  # what stays does no harm
         for name in os.listdir(folder):
             if name != carried_over.IDS:
-                os.unlink(os.path.join(folder, name))
+                os.unlink(f"{folder}/{name}")

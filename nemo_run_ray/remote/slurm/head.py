@@ -146,11 +146,11 @@ class Head(NodeProgram):
         why = self.folder.text("script_failed")
         if why is not None:
             return RunEnd(CLUSTER_FAILED, f"the job's script: {why.strip()}")
-        if os.path.exists(os.path.join(self.settings.logs, ENDED)):
+        if os.path.exists(f"{self.settings.logs}/{ENDED}"):
             return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
         # By a client, whom Slurm's controller may not have heard.
         folder = self.settings.allocation or self.settings.run
-        with suppress(OSError), open(os.path.join(folder, STOP), encoding="utf-8") as file:
+        with suppress(OSError), open(f"{folder}/{STOP}", encoding="utf-8") as file:
             return RunEnd(143, file.read().strip())
         return None
 
@@ -168,7 +168,7 @@ class Head(NodeProgram):
             # NeMo-RL's scripts watch the resource of Ray's living nodes.
             units = self.settings.worker_units * self._members
             with suppress(OSError):  # the next turn tries again
-                write_file(os.path.join(self.settings.logs, "ray_worker_units"), f"{units}\n")
+                write_file(f"{self.settings.logs}/ray_worker_units", f"{units}\n")
             self._asked_at = time.monotonic()
         # Before this node is registered, `ray start` of a worker soon gives up.
         if self.address in self.alive:
