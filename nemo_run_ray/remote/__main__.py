@@ -42,9 +42,9 @@ def main(argv: list[str]) -> int:
 def _run(runner: Runner, job: str, submission_id: str) -> int:
     spec = _read(os.path.join(jobs_folder(), job, SPEC))
     if isinstance(spec, GroupSpec):
-        from .group.driver import run as run_group
+        from .group.driver import GroupDriver
 
-        return run_group(runner, spec, job, submission_id)
+        return GroupDriver(runner, spec, job, submission_id).run()
     if isinstance(spec, ArraySpec):
         from .array.driver import run as run_array
 

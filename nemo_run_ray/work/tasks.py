@@ -350,9 +350,8 @@ class TaskQueue:
     def _run(self) -> None:
         try:
             while self._closed is None:
-                is_busy = self._waiting or self._calls
                 with suppress(queue.Empty):
-                    self._events.get(timeout=_STEP_S if is_busy else None)()
+                    self._events.get(timeout=_STEP_S if self._waiting or self._calls else None)()
                     while True:
                         self._events.get_nowait()()
                 self._step(time.monotonic())
@@ -462,8 +461,9 @@ class TaskQueue:
         try:
             if function.stored is None:
                 function.stored = self._ray.put(function.data)
-            data = [item.data for item in items]
-            ref = self._task.remote(function.stored, data, items[0].timeout_s)
+            ref = self._task.remote(
+                function.stored, [item.data for item in items], items[0].timeout_s
+            )
         except Exception as error:  # such as a full object store: other items are not affected
             self._has_failed(items, error)
             return

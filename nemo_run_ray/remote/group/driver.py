@@ -43,12 +43,7 @@ _OTHERS_S = 3.0
 _OWN_PYTHON_S, _BUILD_S = 90.0, 600.0
 
 
-def run(runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> int:
-    """Run a group to its end; its exit code."""
-    return _Driver(runner, spec, job, submission_id).run()
-
-
-class _Driver:
+class GroupDriver:
     """One group."""
 
     def __init__(self, runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> None:
@@ -71,6 +66,7 @@ class _Driver:
         )
 
     def run(self) -> int:
+        """Run the group to its end; its exit code."""
         room = PlacementGroup(self._ray, self._spec)
         try:
             while self._group.phase is Phase.PLACING:
