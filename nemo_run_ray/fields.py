@@ -17,6 +17,7 @@ import yaml
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ByteSize,
     ConfigDict,
@@ -24,7 +25,6 @@ from pydantic import (
     InstanceOf,
     NonNegativeInt,
     PositiveInt,
-    StringConstraints,
     TypeAdapter,
     ValidationError,
 )
@@ -41,11 +41,6 @@ AMOUNT_MAX = 1e18
 #: Control characters, which no address, path or header may hold.
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
-Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
-Seconds = Annotated[float, Field(ge=0, le=AMOUNT_MAX)]
-PositiveSeconds = Annotated[float, Field(gt=0, le=AMOUNT_MAX)]
-_Port = Annotated[int, Field(ge=0, le=65535)]
-_Variables = dict[Annotated[str, Field(pattern=r"^[^\s=]+$")], str]
 #: Fields whose values may be credentials, and are never shown.
 _HIDDEN = ("env_vars", "secrets")
 
@@ -66,9 +61,12 @@ class Allowed(BaseModel):
             expected = cls.model_fields[str(path[0])].description
             if expected:
                 path, value = path[:1], values[str(path[0])]
-            found = f"a {type(value).__name__}" if path[0] in _HIDDEN else repr(value)
+            found = f"of type {type(value).__name__}" if path[0] in _HIDDEN else repr(value)
+            if path[-1] == "[key]":
+                path, found = path[:-2], f"a dict with the name {value!r}"
             where = ".".join(map(str, (owner, *path)))
-            raise ConfigError(f"{where} is {found}: {expected or problem['msg']}.") from None
+            words = problem["msg"].removeprefix("Value error, ").replace("Input", "it")
+            raise ConfigError(f"{where} is {found}: {expected or words}.") from None
 
 
 def refuse(field: str, value: Any, allowed: str) -> NoReturn:
@@ -78,12 +76,42 @@ def refuse(field: str, value: Any, allowed: str) -> NoReturn:
 
 def is_amount(value: Any) -> bool:
     """Whether it is a finite number from 0, and no bool."""
-    return type(value) in (int, float) and bool(0 <= value <= AMOUNT_MAX)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and bool(0 <= value <= AMOUNT_MAX)
 
 
 def is_whole(value: Any, least: int) -> bool:
     """Whether it is a whole number from this one, and no bool."""
-    return type(value) is int and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _that(fits: Callable[[Any], Any], allowed: str) -> AfterValidator:
+    """For what pydantic takes too much as (numpy's and decimal numbers), or too little."""
+
+    def check(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(f"it should be {allowed}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and "\0" not in value
+
+
+Text = Annotated[Any, _that(_is_text, "a text that is not empty")]
+Seconds = Annotated[Any, _that(is_amount, "seconds from 0, as an int or a float")]
+PositiveSeconds = Annotated[
+    Any, _that(lambda value: is_amount(value) and value, "seconds above 0, as an int or a float")
+]
+_Name = Annotated[Any, _that(_is_text, "a name in the cluster file")]
+_Port = Annotated[int, Field(ge=0, le=65535)]
+_Word = Annotated[str, _that(lambda value: "\0" not in value, "a text without NUL")]
+_VariableName = Annotated[
+    str, _that(re.compile(r"[^\s=\0]+").fullmatch, "a name without blanks and '='")
+]
+_Variables = dict[_VariableName, _Word]
 
 
 def version_of(text: str) -> tuple[int, ...]:
@@ -118,7 +146,7 @@ def strict_init(cls: _Class) -> _Class:
             signature.bind(self, *args, **kwargs)
         except TypeError as error:
             known = [field.name for field in dataclasses.fields(cls) if field.init]
-            unknown = next(iter(kwargs.keys() - known), "")
+            unknown = next((name for name in kwargs if name not in known), "")
             problem = f"there is no field {unknown!r}" if unknown else error
             raise ConfigError(f"{cls.__name__}: {problem}; {meant(unknown, known)}") from None
         construct(self, *args, **kwargs)
@@ -142,12 +170,17 @@ _CREDENTIAL = re.compile(
     r"|(?:ACCESS|AUTH|PRIVATE)_(?:KEYS|TOKENS)|(?:WEBHOOK|DATABASE|DB|POSTGRES|POSTGRESQL|PG|MYSQL"
     r"|MONGO|MONGODB|REDIS|AMQP|RABBITMQ|BROKER)_UR[LI])|.*(?:PASSWORD|PASSWD|PASSPHRASE)|.+_PWD)"
 )
-#: A user and a password in an address.
-_IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-#: Values that are no credentials: a switch, a path, a placeholder, a database without a password.
+#: A user and a password in an address, or a password in its query.
+_IN_ADDRESS = re.compile(r"://(?:[^/\s:@]*:[^/\s@]+@|\S*[?&]password=.)", re.IGNORECASE)
+#: Values that are no credentials: a switch, a path, a placeholder, a database's plain address.
 _NO_VALUE = re.compile(
-    r"|[01]|true|false|yes|no|/.*|<[^<>]*>|empty|none|dummy|(?:sqlite|redis|postgres\w*)://[^@]*",
+    r"|[01]|true|false|yes|no|/.*|<[^<>]*>|empty|none|dummy|(?!http)[\w+]+://[^@?]*",
     re.IGNORECASE,
+)
+#: Names that say less than the value: of a data set's column, and of an address.
+_UNCLEAR = re.compile(
+    r"(?i:.*(?<!API)(?<!ACCESS)(?<!SECRET)(?<!PRIVATE)_KEY)=[a-z_]+"
+    r"|(?i:.*(?<!WEBHOOK)_UR[LI]_?\d*)=.*"
 )
 
 
@@ -163,7 +196,11 @@ def credentials_in(variables: Mapping[str, Any]) -> list[str]:
         name
         for name, value in variables.items()
         if _IN_ADDRESS.search(str(value))
-        or (is_credential_name(str(name)) and not _NO_VALUE.fullmatch(str(value)))
+        or (
+            is_credential_name(str(name))
+            and not _NO_VALUE.fullmatch(str(value))
+            and not _UNCLEAR.fullmatch(f"{name}={value}")
+        )
     ]
 
 
@@ -193,7 +230,9 @@ class _ProbeFields(Allowed):
         "/", description="allowed is a path that begins with /, without spaces"
     )
     status: Annotated[int, Field(ge=100, le=599)] = 200
-    command: Annotated[list[str], Field(min_length=1)] = ["true"]
+    command: Annotated[list[_Word], Field(min_length=1)] = Field(
+        ["true"], description="allowed is a list of texts, the program first"
+    )
 
 
 @dataclass
@@ -258,10 +297,16 @@ class CommandProbe(Probe):
 
 # ---------------------------------------------------------------------- RayExecutor
 
-#: The largest amount of a resource: Ray counts ten-thousandths in 64 bits, and takes a job that
-#: asks for more as one that asks for nothing (measured on Ray 2.60).
-RESOURCE_MAX = int(2**63 / 10_000)
-_Amount = Annotated[float, Field(ge=0, le=RESOURCE_MAX)]
+#: The smallest part of a resource that Ray gives away, and the largest amount: it counts the parts
+#: in 64 bits, and takes a job that asks for more as one that asks for nothing (measured on 2.60).
+_RESOURCE_MIN, RESOURCE_MAX = 0.0001, int(2**63 / 10_000)
+_Amount = Annotated[
+    Any,
+    _that(
+        lambda value: is_amount(value) and (not value or _RESOURCE_MIN <= value <= RESOURCE_MAX),
+        f"0, or an int or a float from {_RESOURCE_MIN} to {RESOURCE_MAX}",
+    ),
+]
 #: A label's name or value, and what Ray takes as a condition for one: ``a``, ``!a``, ``in(a, b)``;
 #: of another one it says so only to a job.
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
@@ -269,22 +314,34 @@ _Label = Annotated[str, Field(pattern=rf"^(?:[a-zA-Z0-9._-]{{1,253}}/)?{_LABEL}$
 _LabelCondition = Annotated[
     str, Field(pattern=rf"^(?:!?{_LABEL}|!?(?:in)?\({_LABEL}(?:, ?{_LABEL})*\)|)$")
 ]
-_BYTES = r"(?i)^\s*\d+(?:\.\d+)?\s*(?:[kmgtp]i?b|b)?\s*$"
+# 64G is GiB for Slurm and Docker, and GB for Kubernetes.
+_BYTES = re.compile(r"\s*\d{0,18}\.?\d{1,18}\s*(?:[kmgtp]i?b|b)?\s*", re.IGNORECASE)
+_MEMORY = TypeAdapter(ByteSize)
+
+
+def parse_memory(value: int | str) -> int:
+    """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number."""
+    return int(_MEMORY.validate_python(value))
+
+
+def _is_memory(value: Any) -> bool:
+    is_clear = is_whole(value, 0) or (isinstance(value, str) and _BYTES.fullmatch(value))
+    return bool(is_clear) and parse_memory(value) <= RESOURCE_MAX
 
 
 class _ExecutorFields(Allowed):
-    pool: Text | None
-    image: Text | None
+    pool: _Name | None
+    image: _Name | None
     preflight: bool | None
     nodes: PositiveInt
     ntasks_per_node: PositiveInt
     cpus_per_node: _Amount | None
     gpus_per_node: _Amount
-    # 64G is GiB for Slurm and Docker, and GB for Kubernetes.
-    memory_per_node: NonNegativeInt | Annotated[str, Field(pattern=_BYTES)] | None = Field(
-        description="allowed are bytes, or a text such as '64GiB' (of 1024) or '64GB' (of 1000)"
+    memory_per_node: Annotated[Any, _that(_is_memory, "")] | None = Field(
+        description="allowed are bytes, or a text such as '64GiB' (of 1024) or '64GB' (of 1000), "
+        f"up to {RESOURCE_MAX} bytes"
     )
-    resources_per_node: dict[str, _Amount]
+    resources_per_node: dict[Text, _Amount]
     label_selector: dict[_Label, _LabelCondition] = Field(
         description="allowed is a dict of values by label, such as {'zone': 'a'}, {'zone': '!a'} "
         "or {'zone': 'in(a, b)'}; names and values have at most 63 letters, digits, '-', '_' and "
@@ -300,39 +357,50 @@ class _ExecutorFields(Allowed):
     env_vars: _Variables
     role: str
     service: bool
-    ready: InstanceOf[Probe] | None
-    ports: dict[Annotated[str, Field(pattern="^[^_]")], _Port]
+    ready: InstanceOf[PortProbe] | InstanceOf[HttpProbe] | InstanceOf[CommandProbe] | None = Field(
+        description="allowed is a PortProbe, an HttpProbe, a CommandProbe, or None"
+    )
+    ports: dict[Annotated[str, Field(pattern="^[^_]")], _Port] = Field(
+        description="allowed is a dict of numbers up to 65535 by name, such as {'http': 8000}, "
+        "with 0 for a free port; no name begins with '_'"
+    )
     wait_for_nodes: bool
-    packager: InstanceOf[Packager]
+    packager: InstanceOf[Packager] = Field(
+        description="allowed is a packager, such as nemo_run.GitArchivePackager()"
+    )
     retries: NonNegativeInt
     max_in_flight: PositiveInt | None
     pending_timeout_s: Seconds | None
     time_s: Seconds | None
-    permanent_exit_codes: list[Annotated[int, Field(ge=1, le=255)]]
+    permanent_exit_codes: list[Annotated[int, Field(ge=1, le=255)]] = Field(
+        description="allowed is a list of numbers from 1 to 255"
+    )
     grace_s: Seconds
-    dependencies: list[Text]
+    dependencies: list[Text] = Field(
+        description="allowed is a list of experiments' titles or ids, and of jobs' handles"
+    )
     keep_run_dir: bool
-    python: Text | None
+    python: (
+        Annotated[Text, _that(lambda value: not CONTROL.search(value), "one line of text")] | None
+    ) = Field(description="allowed is a path, a program's name, or None")
     entrypoint_shell: Literal["login"] | None
-    startup_commands: list[Text]
+    startup_commands: list[Text] = Field(
+        description="allowed is a list of shell commands without NUL"
+    )
     keep_logs_max_bytes: NonNegativeInt | None
 
 
 #: Resources with a field of their own.
 _OWN_FIELDS = ("CPU", "GPU", "memory", "object_store_memory")
-_MEMORY = TypeAdapter(ByteSize)
-
-
-def parse_memory(value: int | str) -> int:
-    """Bytes of ``"64GiB"``, ``"500 MB"`` or a plain number."""
-    return int(_MEMORY.validate_python(value))
 
 
 def check_executor(executor: Any) -> None:
     """Check the fields of a RayExecutor, except for the cluster."""
     _ExecutorFields.check("RayExecutor", vars(executor))
     if executor.gpus_per_node > 1 and executor.gpus_per_node % 1:
-        refuse("RayExecutor.gpus_per_node", executor.gpus_per_node, "a whole number above 1")
+        refuse(
+            "RayExecutor.gpus_per_node", executor.gpus_per_node, "a number up to 1, or a whole one"
+        )
     for name in executor.resources_per_node:
         if name in _OWN_FIELDS:
             allowed = f"what has no field of its own, as {', '.join(_OWN_FIELDS)} have"
@@ -435,7 +503,7 @@ def check_runtime_env(runtime_env: Mapping[str, Any], allow_unknown: bool = Fals
             f"{error}. Use texts, numbers, True, False, None, lists and dicts."
         ) from error
     for name, text in values.get("env_vars", {}).items():
-        size_bytes = len(f"{name}={text}".encode()) + 1
+        size_bytes = len(f"{name}={text}".encode(errors="surrogatepass")) + 1
         if size_bytes > _VARIABLE_BYTES_MAX:
             raise ConfigError(
                 f"{_field('env_vars')}[{name!r}] has {size_bytes} bytes with its name; at most "

@@ -1,5 +1,6 @@
 import fiddle as fdl
 import nemo_run as run
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -12,7 +13,14 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.executor import parse_memory
-from nemo_run_ray.fields import RESOURCE_MAX, CommandProbe, HttpProbe, PortProbe
+from nemo_run_ray.fields import (
+    RESOURCE_MAX,
+    CommandProbe,
+    HttpProbe,
+    PortProbe,
+    check_runtime_env,
+    credentials_in,
+)
 from nemo_run_ray.ids import LEDGER
 
 _NAN, _INF = float("nan"), float("inf")
@@ -27,7 +35,7 @@ _GOOD = {
     "ntasks_per_node": [1, 8],
     "cpus_per_node": [None, 0, 0.5, 4, 1.5],
     "gpus_per_node": [0, 0.25, 1, 8, 2.0],
-    "memory_per_node": [None, 0, 1, "64GiB", "500 MB", "1.5TiB", "12", " 7 B "],
+    "memory_per_node": [None, 0, 1, "64GiB", "500 MB", "1.5TiB", ".5GiB", "12", " 7 B "],
     "resources_per_node": [{}, {"TPU": 4}, {"node:a b": 0.001}],
     "label_selector": [
         {},
@@ -47,13 +55,13 @@ _GOOD = {
     "max_in_flight": [None, 1],
     "pending_timeout_s": [None, 0, 600.5],
     "time_s": [None, 0, 3600.5],
-    "grace_s": [0, 10, 0.5],
+    "grace_s": [0, 10, 0.5, np.float64(2)],
     "dependencies": [[], ["ray_jobs://nemo_run/a.b"], ["my-prep", "a.b_1"]],
     "permanent_exit_codes": [[], [2, 64]],
     "keep_run_dir": [True, False],
     "python": [None, "/opt/py/bin/python3", "python3.11"],
     "entrypoint_shell": [None, "login"],
-    "startup_commands": [[], ["source env.sh", "a\nb"]],
+    "startup_commands": [[], ["source env.sh", "a\nb", "cd /caf\udce9"]],
     "keep_logs_max_bytes": [None, 0, 1024],
     "launcher": [None, "torchrun", "ft", Launcher(), Torchrun(), FaultTolerance()],
 }
@@ -189,3 +197,24 @@ _UNITS |= {"GiB": 2**30, "TB": 10**12, "TiB": 2**40, "PB": 10**15, "PiB": 2**50}
 def test_memory_in_every_unit(number, unit, space):
     assume(number * _UNITS[unit] <= RESOURCE_MAX)
     assert parse_memory(f"{space}{number}{space}{unit}{space}") == number * _UNITS[unit]
+
+
+_CREDENTIALS = """POSTGRES_DSN=postgresql://h/db?user=u&password=pw REDIS_DSN=redis://h?password=pw
+    DB_CONNECTION_STRING=postgresql:///db?password=pw DATABASE_URL=postgres://h/db?password=pw
+    DATABASE_URL=mysql://me:pw@host/db SLACK_WEBHOOK_URL=https://hooks/x HF_API_KEY=abc A_KEY=aB1
+    SENTRY_DSN=https://k@h/1"""
+_NO_CREDENTIALS = """CHOSEN_KEY=chosen QUESTION_KEY=question ID_KEY=id RESULT_KEY=generation
+    DATABASE_URL=mysql://host/db DATABASE_URL=postgresql+psycopg://host/db POSTGRES_DSN=postgres://h/db
+    DATABASE_URL=postgres://me@host/db MONGO_URL=mongodb://host:27017/x BROKER_URL=amqp://host
+    REDIS_URL=rediss://host:6379 PAD_TOKEN=x OPENAI_API_KEY=EMPTY"""
+
+
+@pytest.mark.parametrize(("texts", "are"), [(_CREDENTIALS, True), (_NO_CREDENTIALS, False)])
+def test_which_variables_hold_credentials(texts, are):
+    for text in texts.split():
+        name, _, value = text.partition("=")
+        assert credentials_in({name: value}) == [name] * are, text
+
+
+def test_a_variable_that_is_no_utf_8():
+    check_runtime_env({"env_vars": {"A": "caf\udce9"}})

@@ -3,18 +3,25 @@
 `python -m tests.unit.test_messages` writes the messages as they are now.
 """
 
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from nemo_run.core.execution import SlurmExecutor
 from nemo_run.core.execution.launcher import Launcher, SlurmTemplate, Torchrun
 from nemo_run.core.packaging.git import GitArchivePackager
 
 import nemo_run_ray
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.fields import Probe
 
 GOLDEN = Path(__file__).parent / "golden" / "fields.txt"
 _NAMES = {name: getattr(nemo_run_ray, name) for name in nemo_run_ray.__all__} | {
-    kind.__name__: kind for kind in (Launcher, SlurmTemplate, Torchrun, GitArchivePackager)
+    kind.__name__: kind
+    for kind in (
+        *(Launcher, SlurmTemplate, Torchrun, GitArchivePackager),
+        *(Decimal, Probe, SlurmExecutor),
+    )
 }
 
 

@@ -251,9 +251,11 @@ class SlurmCluster(Cluster):
 
 class _SlurmFields(Allowed):
     executor: InstanceOf[SlurmExecutor]
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")] = Field(
+        description="allowed are up to 100 letters, digits, '_', '.' and '-', with no sign first"
+    )
     nodes: PositiveInt | None
-    walltime: str | None
+    walltime: str | None = Field(description="allowed is a time limit such as '04:00:00', or None")
     keep: bool
     idle_timeout_s: PositiveInt | None
     queue_timeout_s: Seconds | None
