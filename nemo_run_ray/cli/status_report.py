@@ -130,6 +130,8 @@ class StatusReport:
                     f"\n{job.name} has {row['elements']} elements: {', '.join(counts)}{pace}"
                 )
                 parts += failure_lines(row)  # type: ignore[arg-type]
+                if row["failures"]:
+                    parts.append(f"  Their output: nemo-run-ray logs {job.id} --element N")
         for shared in troubles.values():
             parts.append(f"\n{_short([name for name, _ in shared])}: {shared[0][1]}")
         table = Table(box=None, pad_edge=False)
@@ -286,13 +288,15 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
 def _bars(row: Row, began_at: float, end: float) -> list[tuple[str, str, float, float, str]]:
     """All bars of a job, in order: kind, state, begin, end and a text. Every attempt has one."""
     bars: list[tuple[str, str, float, float, str]] = []
-    last = min([began_at, *(attempt["posted_at"] for attempt in row["attempts"])])
+    all_posted = [attempt["posted_at"] for attempt in row["attempts"]]
+    last = min([began_at, *all_posted])
     for number, attempt in enumerate(row["attempts"], start=1):
         state, is_pending = attempt["state"], attempt["state"] == "PENDING"
         which = f"attempt {number}: {_outcome(attempt)}"
         # In this order, whatever the clocks say.
         posted = max(last, attempt["posted_at"])
-        ended = max(posted, attempt["ended_at"] or attempt["seen_at"] or end)
+        ended = attempt["ended_at"] or attempt["seen_at"] or min([end, *all_posted[number:]])
+        ended = max(posted, ended)
         running = attempt["running_at"] or (ended if is_pending else posted)
         running = min(max(posted, running), ended)
         if last < posted:

@@ -90,6 +90,7 @@ def test_what_fails_is_tried_again_and_told(start, tmp_path):
     table = tool("nemo-run-ray", "status", job.id).stdout
     assert "array has 5 elements: 3 succeeded, 2 failed" in table
     assert "element 2: exit code 4: no good" in table
+    assert f"Their output: nemo-run-ray logs {job.id} --element N" in table
     one = tool("nemo-run-ray", "logs", job.id, "--element", "2")
     assert one.stdout.splitlines() == ["2| no good"] * 3
     chosen = tool("nemo-run-ray", "status", job.id, "--elements", "failed", "--json")
