@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -426,9 +427,18 @@ def up(
     """Start the embedded Ray, or an allocation of Slurm, and keep it."""
     size: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     size = {name: value for name, value in size.items() if value is not None}
-    dashboard = replace(cluster_of_ours(cluster), keep=True, **size).connect()
-    stop = "nemo-run-ray down" + (f" --cluster {cluster}" if cluster else "")
-    out.print(f"Ray is up: {dashboard.url}\nStop it with: {stop}")
+    found = cluster_of_ours(cluster)
+    if size and isinstance(found, kinds.SlurmCluster):
+        raise ConfigError(
+            f"--num-cpus and --num-gpus are for the embedded Ray; the cluster file {cluster!r} "
+            "says how large its allocation is."
+        )
+    dashboard = replace(found, keep=True, **size).connect()
+    out.print(f"Ray is up: {dashboard.url}\nStop it with: nemo-run-ray down{_option(cluster)}")
+
+
+def _option(file: str | None) -> str:
+    return f" --cluster {file}" if file else ""
 
 
 def down(
@@ -444,7 +454,7 @@ def down(
     if dashboard is None:  # it may have died; an allocation may wait in Slurm's queue
         archive = cluster.archive()
     else:
-        _end_jobs(cluster, dashboard, force)
+        _end_jobs(cluster, dashboard, force, name)
     if cluster.stop() or dashboard:
         out.print(f"Ray is stopped: {cluster.title}")
     else:
@@ -460,7 +470,7 @@ def stop_unused(state_dir: str) -> None:
         cluster.stop_unused()
 
 
-def _end_jobs(cluster: Cluster, dashboard: Dashboard, force: bool) -> None:
+def _end_jobs(cluster: Cluster, dashboard: Dashboard, force: bool, file: str | None = None) -> None:
     """Cancel what runs, if that is asked for, and note how all jobs ended.
 
     Raises:
@@ -472,7 +482,7 @@ def _end_jobs(cluster: Cluster, dashboard: Dashboard, force: bool) -> None:
         if busy and not force:
             raise JobError(
                 f"{len(busy)} job(s) still run on {cluster.title}: {', '.join(busy)}. Cancel them, "
-                "or cancel all and stop it: nemo-run-ray down --force"
+                f"or cancel all and stop it: nemo-run-ray down{_option(file)} --force"
             )
         if busy:
             out.print(f"Cancelling {len(busy)} job(s) …")
@@ -530,7 +540,7 @@ def doctor(
     found: Cluster = kinds.LocalCluster() if address is None else ExistingCluster(url=address)
     if file := name or cluster:
         document, found = _load(file)
-    rows = list(check(inspect(dashboard_of(found)), document))
+    rows = list(check(inspect(dashboard_of(found, file)), document))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
@@ -539,8 +549,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-def dashboard_of(cluster: Cluster) -> Dashboard:
-    """The dashboard of a cluster that is up.
+def dashboard_of(cluster: Cluster, file: str | None = None) -> Dashboard:
+    """The dashboard of a cluster that is up; ``file`` is its cluster file.
 
     Raises:
         ClusterError: no embedded Ray is up, or the cluster on Slurm is not.
@@ -550,8 +560,8 @@ def dashboard_of(cluster: Cluster) -> Dashboard:
         archive = cluster.archive()
         why = archive.sentence if archive else f"No Ray is up: {cluster.title}."
         raise ClusterError(
-            f"{why}\nStart one with: nemo-run-ray up; look at another cluster with: nemo-run-ray "
-            "doctor --address http://…"
+            f"{why}\nStart one with: nemo-run-ray up{_option(file)}; look at another cluster with: "
+            "nemo-run-ray doctor --address http://…"
         )
     return dashboard
 
@@ -579,9 +589,12 @@ def clusters(
         return
     from nemo_run_ray.cluster_files import load
 
-    with_profiles, profiles = load.profiles_here()
     rows = [_row(path.stem, str(path)) for path in load.files()]
-    rows += [_row(profile, f"{with_profiles}:{profile}") for profile in profiles]
+    try:
+        with_profiles, profiles = load.profiles_here()
+        rows += [_row(profile, f"{with_profiles}:{profile}") for profile in profiles]
+    except ConfigError as error:  # the others are good all the same
+        rows.append(_wrong(load.PROFILES_FILE, "", error))
     show(rows, ("name", "kind", "where", "pools", "path"), as_json)
     if not rows and not as_json:
         folders = ", ".join(map(str, load.folders())) or "any folder"
@@ -592,15 +605,21 @@ def _row(name: str, path: str) -> dict[str, Any]:
     """A cluster file in the list of all; the path of a profile is ``path/env.toml:profile``."""
     from nemo_run_ray.cluster_files.load import find, is_for_others
 
-    row = {"name": name, "kind": "wrong", "where": "", "pools": [], "path": path, "error": ""}
+    row = {"name": name, "path": path, "pools": [], "error": ""}
     try:
         if other := is_for_others(*find(path)):
             return row | {"kind": other, "where": "not for Ray"}
         document, cluster = _load(path)
     except ConfigError as error:
-        return row | {"where": str(error).partition("\n")[0], "error": str(error)}
+        return _wrong(name, path, error)
     pools = list(document.file.pools)
     return row | {"kind": document.format, "where": cluster.title, "pools": pools}
+
+
+def _wrong(name: str, path: str, error: ConfigError) -> dict[str, Any]:
+    first = str(error).partition("\n")[0]
+    row = {"name": name, "kind": "wrong", "where": first, "pools": [], "path": path}
+    return row | {"error": str(error)}
 
 
 def _show_file(name: str, as_json: bool) -> None:
@@ -737,8 +756,12 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(130) from None
         except OSError as error:
             if error.filename is None:
-                raise
-            print(f"nemo-run-ray: {error.filename}: {error.strerror}.", file=sys.stderr)
+                if error.errno != errno.ENOSPC:
+                    raise
+                # Nothing more is written there, also at the end of the program.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            where = error.filename or "Standard output"
+            print(f"nemo-run-ray: {where}: {error.strerror}.", file=sys.stderr)
             raise typer.Exit(1) from error
         finally:
             CONSOLE.stderr = before

@@ -218,10 +218,14 @@ def test_up_and_down_by_a_cluster_file(allocations, tmp_path):
     assert len(allocations.jobs()) == 1
     wrong = tool("nemo-run-ray", "up", "--cluster", "team", "--num-cpus", "4", cwd=tmp_path)
     assert wrong.returncode == 1
-    assert "SlurmCluster: there is no field 'num_cpus'" in wrong.stderr
+    assert "--num-cpus and --num-gpus are for the embedded Ray; the cluster file 'team'" in (
+        wrong.stderr
+    )
     assert "Ray is stopped" in told("down")
     wait_for(lambda: not allocations.jobs(), 60)
     assert "No Ray is up" in told("down"), "there is none any more"
+    none = tool("nemo-run-ray", "doctor", "team", cwd=tmp_path)
+    assert "Start one with: nemo-run-ray up --cluster team;" in none.stderr
 
 
 def test_the_next_client_gets_another_one_after_it_has_died(allocations):
@@ -479,6 +483,7 @@ for number in range(2):
     refused = tool("nemo-run-ray", "down", "--cluster", "team", cwd=tmp_path)
     assert refused.returncode == 1
     assert "1 job(s) still run on team on Slurm" in " ".join(refused.stderr.split())
+    assert "stop it: nemo-run-ray down --cluster team --force" in refused.stderr
     stopped = tool("nemo-run-ray", "down", "--cluster", "team", "--force", cwd=tmp_path)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert "Ray is stopped" in stopped.stdout

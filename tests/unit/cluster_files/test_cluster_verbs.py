@@ -74,6 +74,14 @@ def test_profiles_for_other_executors_are_no_wrong_ones(clusters, tmp_path, monk
     assert "there is no profile 'no'" in rows["lost"]["error"]
 
 
+def test_a_broken_env_toml_leaves_the_other_files(clusters, write, monkeypatch):
+    write("cluster: {local: {}}\n", "good.yaml")
+    monkeypatch.setenv("NEMOTRON_ENV_FILE", "/nonexistent")
+    good, wrong = json.loads(clusters("--json"))
+    assert good["kind"] == "cluster file"
+    assert wrong["error"] == "The variable NEMOTRON_ENV_FILE names /nonexistent, which is no file."
+
+
 def test_every_value_with_its_line_and_secrets_masked(clusters, write, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("PROXY", "pr0xy")
