@@ -76,7 +76,7 @@ class Document:
     Attributes:
         path: of the file.
         values: as the file has them, or as the reader of another project's file has made them.
-        sources: ``file:line`` of each value, and in a foreign file its key there.
+        sources: ``file:line`` of each value of YAML, and in a foreign file its key there.
         format: whose format the file has, in words.
         ignored: keys that were left out.
         name: by which it was asked for.
@@ -97,7 +97,7 @@ class Document:
         return next((self.sources[key] for key in above if key in self.sources), str(self.path))
 
     def refuse(self, path: KeyPath, problem: str) -> ConfigError:
-        """The error for a key: file, line, key, then what is wrong and what was expected."""
+        """The error for a key: file, line (of YAML), key, then what is wrong and was expected."""
         key = f"{dotted(path)}: " if path else ""
         return ConfigError(f"{self.where(*path)}: {key}{problem}")
 
@@ -113,7 +113,7 @@ def load(name: str) -> Document:
 
     Raises:
         ConfigError: it is not found, cannot be read, or says what it must not; the message has
-            file, line and key, and what was expected.
+            file, line (of YAML) and key, and what was expected.
     """
     path, profile = find(name)
     document = read(path)

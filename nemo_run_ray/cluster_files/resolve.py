@@ -163,6 +163,7 @@ def _beside(path: Path, name: str) -> str:
 
 def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
     tunnel: run.LocalTunnel | run.SSHTunnel = run.LocalTunnel(job_dir=part.job_dir)
+    login = (part.host, part.user, part.port, part.identity)
     if part.host is not None and part.user is not None:
         tunnel = run.SSHTunnel(
             job_dir=part.job_dir,
@@ -171,10 +172,10 @@ def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
             port=part.port,
             identity=None if part.identity is None else _beside(path, part.identity),
         )
-    elif part.host is not None or part.user is not None:
+    elif any(value is not None for value in login):
         raise ConfigError(
-            "a login needs `host` and `user`; add both, or leave both out to use Slurm's commands "
-            "of this machine."
+            "a login needs `host` and `user`; add both, or leave them, `port` and `identity` out "
+            "to use Slurm's commands of this machine."
         )
     executor = run.SlurmExecutor(
         **part.model_dump(exclude=_NOT_SLURMS, exclude_none=True),
@@ -287,7 +288,7 @@ def _of_image(image: str | None, document: Document) -> dict[str, Any]:
     """The fields by which a task gets its image on this cluster.
 
     Raises:
-        ConfigError: no nodes have it by this file, or its names disagree about them.
+        ConfigError: no nodes have it by this file.
     """
     file = document.file
     if image is None or file.images_as == "none":
@@ -295,7 +296,8 @@ def _of_image(image: str | None, document: Document) -> dict[str, Any]:
     if file.images_as == "image_uri":
         return {"runtime_env": {"image_uri": file.images.get(image, image)}}
     labels = labels_of(image, file)
-    if not labels and not file.defaults.get("label_selector") and document.format == FORMAT:
+    is_known = labels or file.defaults.get("label_selector") or image in file.image_labels
+    if not is_known and document.format == FORMAT:
         raise ConfigError(
             f"The image {image!r} has no labels in {document.path}, and would run on any node. Add "
             "it to `image_labels`, give `image_label_key`, or say `images_as: none`."

@@ -264,10 +264,18 @@ def test_a_secret_from_another_place(write, monkeypatch, tmp_path):
 
 
 def test_an_image_that_the_file_does_not_know(write):
-    write("images: {vllm: v:1}\nimage_labels: {vllm: {pool: gpu}}\n")
+    write("images: {vllm: v:1}\nimage_labels: {vllm: {pool: gpu}, tools: {}}\n")
     assert team(image="vllm").label_selector == {"pool": "gpu"}
+    assert team(image="tools").label_selector == {}, "every node has it"
     with pytest.raises(ConfigError, match="would run on any node"):
         team(image="vlm")
+
+
+@pytest.mark.parametrize("login", ["host: h", "user: u", "port: 22", "identity: key"])
+def test_a_login_without_its_host_or_user(write, login):
+    write(f"cluster: {{slurm: {{account: a, job_dir: /j, {login}}}}}\n")
+    with pytest.raises(ConfigError, match="a login needs `host` and `user`"):
+        team()
 
 
 def test_two_authorizations(write):
