@@ -321,6 +321,12 @@ def test_a_credential_may_come_from_another_variable(read, entry, name):
     assert "hunter2" not in repr(values)
 
 
+def test_an_empty_credential_leaves_that_of_the_environment(read):
+    values = read(BACKEND + "env_vars: [HF_TOKEN=]\n").values
+    assert "HF_TOKEN" not in values["env"]["set"]
+    assert "HF_TOKEN" in values["env"]["forward"]
+
+
 def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):
     text = BACKEND + (
         "executor: slurm\naccount: a\npartition: p\ncpu_partition: c\nmounts: ['/a:/b']\n"
