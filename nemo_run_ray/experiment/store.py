@@ -24,7 +24,7 @@ from nemo_run.config import get_nemorun_home
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from nemo_run_ray.errors import JobError
+from nemo_run_ray.errors import JobError, SubmissionError
 from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
 from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
 from nemo_run_ray.remote.node.output import CUT
@@ -122,6 +122,18 @@ class JobRecord:
     is_log_given_up: bool = False
 
 
+@contextlib.contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Translate the error of a full disk, or of another user's folder, before a request."""
+    try:
+        yield
+    except OSError as error:
+        raise SubmissionError(
+            f"{path} cannot be written: {error.strerror}. Nothing was submitted. Make room there, "
+            "or name another home by NEMORUN_HOME, and run it again."
+        ) from error
+
+
 class Ledger:
     """One experiment's ledger. Any number of processes may write.
 
@@ -146,23 +158,25 @@ class Ledger:
             json.dumps({"at": at, "event": event, "id": name, **values}, sort_keys=True) + "\n"
             for event, name, values in events
         )
-        try:
-            with FileLock(f"{self.path}.lock"), open(self.path, "ab") as file:
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            error.filename = str(self.path)  # a write that fails names no file
-            raise
+        with (
+            writable(self.path),
+            FileLock(f"{self.path}.lock"),
+            open(self.path, "ab+") as file,
+        ):
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                file.write(b"\n")  # the last writer has died in the middle of its line
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def note(self, event: str, submission_id: str, **values: Any) -> None:
         """Append an event that the job does not depend on, if it can be written."""
         try:
             self.write(event, submission_id, **values)
-        except OSError as error:
+        except SubmissionError as error:
             log.warning(
                 "%s cannot be written: %s. The job %s is not affected; that it is %s is not kept.",
-                *(self.path, error.strerror, submission_id, event),
+                *(self.path, error.__cause__, submission_id, event),
             )
 
     def jobs(self) -> dict[str, JobRecord]:
@@ -249,9 +263,12 @@ class Kept:
         with replacing(self.log) as file:
             file.writelines(pieces if most_bytes is None else _end_of(pieces, most_bytes))
         if self._copy is not None and self._copy.parent.parent.is_dir():
-            self._copy.parent.mkdir(exist_ok=True)
-            with open(self.log, "rb") as kept, replacing(self._copy) as file:
-                shutil.copyfileobj(kept, file)
+            try:
+                self._copy.parent.mkdir(exist_ok=True)
+                with open(self.log, "rb") as kept, replacing(self._copy) as file:
+                    shutil.copyfileobj(kept, file)
+            except OSError as error:
+                log.warning("The log is not written to %s too: %s", self._copy, error)
 
     def file(self, kind: str) -> Path:
         """A file that was kept of its driver."""

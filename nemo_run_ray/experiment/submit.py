@@ -46,6 +46,7 @@ from nemo_run_ray.experiment.store import (
     find_record,
     store_of,
     titles,
+    writable,
 )
 from nemo_run_ray.ids import HANDLE, dispatcher_id
 from nemo_run_ray.plan.job import JobPlan, joined_places
@@ -174,7 +175,8 @@ class Batch:
         )
         pythons = dict.fromkeys([self.cluster.python, *(plan.spec.python for plan in jobs)])
         dispatch = Dispatch.of(self.exp_dir, name)
-        dispatch.save(spec, uploads.values(), [python for python in pythons if python], places)
+        with writable(dispatch.folder):
+            dispatch.save(spec, uploads.values(), [python for python in pythons if python], places)
         self.before_post()
         store_of(self.exp_dir).ledger.write_all(intents)
         start_dispatcher(dispatch, self._api, self.cluster.record())

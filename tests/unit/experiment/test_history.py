@@ -158,13 +158,16 @@ def test_the_kept_bytes_are_the_last_ones(tmp_path_factory, texts, most):
     assert [path.name for path in Path(folder, "ray_logs").iterdir()] == ["job.log"]
 
 
-def test_a_second_file_is_written_where_its_folder_belongs_on_this_machine(tmp_path):
+def test_a_second_file_is_written_where_its_folder_belongs_on_this_machine(tmp_path, caplog):
     (tmp_path / "output").mkdir()
     for place in ("output/logs", "not here/logs"):
         Kept(tmp_path, "e.gen", f"{tmp_path}/{place}/main_gen").keep_log(["words\n"])
     (second,) = (tmp_path / "output" / "logs").iterdir()
     assert (second.name, second.read_text()) == ("main_gen_e.gen_srun.log", "words\n")
     assert not (tmp_path / "not here").exists()
+    (tmp_path / "output" / "file").touch()
+    Kept(tmp_path, "e.gen", f"{tmp_path}/output/file/main_gen").keep_log(["words\n"])
+    assert "The log is not written to" in caplog.text
 
 
 def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):

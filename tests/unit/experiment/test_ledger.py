@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import nemo_run.config
 import pytest
 
-from nemo_run_ray.errors import JobError
+from nemo_run_ray.errors import JobError, SubmissionError
 from nemo_run_ray.experiment import store
 from nemo_run_ray.experiment.store import (
     INTENT,
@@ -78,13 +78,15 @@ def test_a_second_intent_starts_the_record_anew(book):
     assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n", "n2"])
 
 
-def test_a_torn_line_is_ignored(book):
+def test_a_torn_line_is_ignored_and_takes_no_other_with_it(book):
     book.write(INTENT, "exp.a", **_INTENT)
     book.write(INTENT, "exp.b", **_INTENT)
     whole = book.path.read_bytes()
     for cut in range(whole.index(b"\n") + 2, len(whole) - 1):
         book.path.write_bytes(whole[:cut])
         assert list(book.jobs()) == ["exp.a"]
+    book.write(INTENT, "exp.c", **_INTENT)
+    assert list(book.jobs()) == ["exp.a", "exp.c"]
 
 
 def _seen(**fields: object) -> bytes:
@@ -128,7 +130,7 @@ import sys
 from pathlib import Path
 from nemo_run_ray.experiment.store import Ledger
 book = Ledger(Path(sys.argv[1]))
-for number in range(40):
+for number in range(10):
     book.write("note", f"{sys.argv[2]}.{number}", text="x" * 5000)
 """
 
@@ -138,7 +140,7 @@ def test_writers_do_not_mix_their_lines(tmp_path):
     processes = [subprocess.Popen([*words, f"p{number}"]) for number in range(2)]
 
     def write(name: str) -> None:
-        for number in range(40):
+        for number in range(10):
             Ledger(tmp_path).write("note", f"{name}.{number}", text="y" * 5000)
 
     threads = [threading.Thread(target=write, args=(f"t{number}",)) for number in range(4)]
@@ -146,14 +148,14 @@ def test_writers_do_not_mix_their_lines(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert [process.wait(60) for process in processes] == [0, 0]
+    assert [process.wait(300) for process in processes] == [0, 0]
     events = [json.loads(line) for line in Ledger(tmp_path).path.read_bytes().splitlines()]
     names = [f"{kind}{one}" for kind, count in (("p", 2), ("t", 4)) for one in range(count)]
     written = [event["id"] for event in events]
-    assert sorted(written) == sorted(f"{name}.{number}" for name in names for number in range(40))
+    assert sorted(written) == sorted(f"{name}.{number}" for name in names for number in range(10))
     for name in names:
         assert [one for one in written if one.startswith(f"{name}.")] == [
-            f"{name}.{number}" for number in range(40)
+            f"{name}.{number}" for number in range(10)
         ]
 
 
@@ -208,7 +210,8 @@ def full_after(monkeypatch):
 
 def test_a_disk_that_is_full_before_the_request_leaves_nothing_submitted(ray, unique, full_after):
     full_after(0)
-    with pytest.raises(OSError, match=rf"No space left on device: '/.*/{LEDGER}'"):
+    words = rf"/{LEDGER} cannot be written: No space left on device. Nothing was submitted."
+    with pytest.raises(SubmissionError, match=words):
         Submitted(ray, unique, "job")
     assert ray.started == []
 
@@ -219,7 +222,5 @@ def test_a_disk_that_is_full_after_the_request_leaves_the_job_alone(ray, unique,
     assert ray.started == [f"{submitted.id}.job"]
     assert submitted.states() == {"job": "PENDING"}
     (warning,) = warnings
-    assert (
-        f"{LEDGER} cannot be written: No space left on device. The job {submitted.id}.job"
-        in warning
-    )
+    assert f"{LEDGER} cannot be written: [Errno 28] No space left on device. The job" in warning
+    assert f"{submitted.id}.job is not affected" in warning
