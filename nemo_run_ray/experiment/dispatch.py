@@ -351,11 +351,17 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     found = dispatch.look(api, Snapshot(is_fresh=True))
     spec, folder, nonce = dispatch.spec, dispatch.folder, dispatch.spec.nonce
     name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
-    start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
-    packages = list(start["archives"])
-    for saved in packages:
-        if not api.has_package(saved):
-            api.put_package(saved, (folder / saved).read_bytes())
+    try:
+        start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
+        packages = list(start["archives"])
+        for saved in packages:
+            if not api.has_package(saved):
+                api.put_package(saved, (folder / saved).read_bytes())
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"The chain {dispatch.id} cannot be started again from {folder}: {error}. Copy the "
+            "experiment's whole folder."
+        ) from error
     waiting = [job for job in spec.jobs if not found.decision.statuses[job.name].state.is_terminal]
     hidden = sorted({secret for job in waiting for secret in job.secrets})
     if hidden:

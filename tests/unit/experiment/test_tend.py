@@ -5,6 +5,7 @@ import time
 import pytest
 
 from nemo_run_ray.dashboard.state import StateApi
+from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import dispatch
 from nemo_run_ray.experiment.dispatch import resume, tend
 from nemo_run_ray.experiment.store import store_of
@@ -75,6 +76,16 @@ def test_a_folder_that_cannot_be_written_to_ends_no_wait(ray, stopped, monkeypat
     monkeypatch.setattr("nemo_run_ray.experiment.store.Ledger.write_all", full)
     tend(stopped.exp_dir)
     assert "No space left" in caplog.text
+
+
+def test_a_folder_that_was_copied_in_part_says_what_to_copy(stopped, caplog):
+    start = stopped.dispatch.folder / "dispatcher.json"
+    for spoil in (lambda: start.write_text("{"), start.unlink):
+        spoil()
+        with pytest.raises(JobError, match="Copy the experiment's whole folder"):
+            resume(stopped.dispatch)
+    tend(stopped.exp_dir)
+    assert "it cannot be started: The chain" in caplog.text
 
 
 def test_a_job_that_starts_although_it_was_cancelled_is_stopped(ray, unique):
