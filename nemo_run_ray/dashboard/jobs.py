@@ -44,7 +44,7 @@ from nemo_run_ray.remote.dashboard import LOG_FILE, is_passing, last_line, log_q
 from nemo_run_ray.remote.end_record import LostEnds
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.spec import JobRow, JobRows, job_row, job_rows
-from nemo_run_ray.remote.status import JobState, is_active, state_of_row
+from nemo_run_ray.remote.status import JobState, is_active, is_pending, state_of_row
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
@@ -59,6 +59,8 @@ _INSPECT_S = 4.0
 _UPLOAD_S, _UPLOAD_AGAIN_S = 600.0, 60.0
 #: Seconds between two looks for orphans.
 _WAKE_AGAIN_S = 20.0
+#: Seconds that a job may be about to start where the head does not say when it was started.
+_PENDING_LONG_S = 30.0
 #: A label that Ray's job manager refuses after it has looked at all jobs, before it takes the id.
 _REFUSED_LABEL = {"no label": "wake"}
 #: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
@@ -76,6 +78,10 @@ _CLOSED = {401, 403, 404, 405, 501}
 _T = TypeVar("_T")
 
 
+class _Refused(Exception):
+    """The status of another answer than a WebSocket."""
+
+
 class _Connection(ClientConnection):
     """One that is never redirected: ``connect`` would take headers along to another origin."""
 
@@ -83,8 +89,7 @@ class _Connection(ClientConnection):
         try:
             super().handshake(*args, **kwargs)
         except InvalidStatus as error:
-            status = error.response.status_code
-            raise StreamCut(f"HTTP {status}; redirects are not followed") from error
+            raise _Refused(error.response.status_code) from error
 
 
 class JobsApi:
@@ -193,9 +198,14 @@ class JobsApi:
         if not active or now - self._orphans_sought_at < _WAKE_AGAIN_S:
             return False
         self._orphans_sought_at = now
-        oldest = min(active, key=lambda row: row.get("start_time") or 0)
+        head_since = self.state.head_since()
+        if not head_since:  # it does not say: a job that has been about to start for long
+            active, head_since = list(filter(is_pending, active)), now - _PENDING_LONG_S
+        oldest = min(active, key=lambda row: row.get("start_time") or 0, default=None)
+        if oldest is None:
+            return False
         posted_at = (oldest.get("start_time") or 0) / 1000
-        if max(posted_at, self._woken_at) >= self.state.head_since():
+        if max(posted_at, self._woken_at) >= head_since:
             return False
         # Ray must refuse this twice over: no label is called so, and the id is taken. It reads the
         # label when the job manager has found all jobs again.
@@ -248,6 +258,12 @@ class JobsApi:
                         return
                     silent_s, patience_s = 0.0, _LOOK_S
                     yield message if isinstance(message, str) else message.decode(errors="replace")
+        except _Refused as error:
+            (status,) = error.args
+            if status == 404:
+                raise self._no_such_job(submission_id) from error
+            kind = Unauthorised if status in (401, 403) else StreamCut
+            raise kind(f"{url}: HTTP {status}; redirects are not followed") from error
         except ConnectionRefusedError as error:
             raise self._http.unreachable(httpx.ConnectError(str(error))) from error
         except (WebSocketException, OSError) as error:
@@ -292,7 +308,15 @@ class JobsApi:
                 if response.status_code not in _CLOSED:
                     raise StreamCut(f"{self._http.url(LOG_FILE)}: HTTP {response.status_code}")
         path = f"{_job_path(submission_id)}/logs"
-        response = self._http.get(path, may_be_absent=True, limit_s=SLOW_S)
+        try:
+            response = self._http.get(path, may_be_absent=True, limit_s=SLOW_S)
+        except Unreachable as error:
+            if not isinstance(error.__cause__, httpx.DecodingError):
+                raise
+            raise JobError(
+                f"The log of {submission_id} cannot be read, since {error.__cause__} and "
+                f"{self._http.url(LOG_FILE)} is closed. Let the proxy pass that address on."
+            ) from error
         if response.status_code == 404:
             raise self._no_such_job(submission_id)
         yield self._http.read(response, lambda answer: str(answer["logs"]))

@@ -65,7 +65,7 @@ class Holding:
     """Resources that an actor, a task or a bundle of a placement group holds on one node."""
 
     node_id: str
-    #: Of the job that Ray started the actor for; empty of a program's own.
+    #: Id of the job that Ray started the actor for; empty of a program's own actor.
     submission_id: str
     #: Ray's number of the program that made it.
     job_id: str

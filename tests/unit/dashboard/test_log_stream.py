@@ -12,7 +12,7 @@ from websockets.sync.server import Server, ServerConnection, serve
 from nemo_run_ray.clusters.base import Dashboard
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.errors import StreamCut
+from nemo_run_ray.errors import JobError, StreamCut, Unauthorised
 
 
 class Head:
@@ -23,7 +23,7 @@ class Head:
 
     def __init__(self) -> None:
         self.texts = ["begins\n"]
-        self.elsewhere = ""
+        self.status, self.elsewhere = 302, ""
         self.asked: list[dict[str, str]] = []
         self._server: Server = serve(self._send, "127.0.0.1", 0, process_request=self._admit)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -38,7 +38,7 @@ class Head:
         self.asked.append(dict(request.headers))
         if not self.elsewhere:
             return None
-        answer = connection.respond(302, "")
+        answer = connection.respond(self.status, "")
         answer.headers["Location"] = self.elsewhere
         return answer
 
@@ -84,7 +84,10 @@ def test_a_stream_is_not_redirected_and_its_headers_reach_nobody_else(head):
             head.elsewhere = f"{elsewhere}/elsewhere".replace("http", "ws")
             with pytest.raises(StreamCut, match="HTTP 302; redirects are not followed"):
                 next(head.api.tail_log("job", lambda: True))
+        for head.status, kind in ((401, Unauthorised), (403, Unauthorised), (404, JobError)):
+            with pytest.raises(kind, match=head.url):
+                next(head.api.tail_log("job", lambda: True))
         assert other.asked == []
-        assert [sent["x-proxy-token"] for sent in head.asked] == ["secret"] * 2
+        assert [sent["x-proxy-token"] for sent in head.asked] == ["secret"] * 5
     finally:
         other.close()
