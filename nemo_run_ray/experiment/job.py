@@ -131,6 +131,8 @@ _BEGUN_S = 60.0
 #: Seconds beyond the grace period until elements that were cancelled have ended, also on a node
 #: that has died.
 _END_MARGIN_S = NODE_DEAD_S + 60.0
+#: Characters of a request: Linux takes 128 KiB as one word of a command.
+_REQUEST_MAX = 2**16
 #: Seconds that the log of one job may take to be copied.
 COPY_S = 60.0
 #: If a job was posted, or seen waiting, so many seconds ago and runs now, it has begun now.
@@ -516,6 +518,7 @@ class RemoteJob:
     def _selected(
         self, states: Mapping[int, tuple[str, int, int]], selection: str
     ) -> Sequence[int]:
+        """The indices of the elements, in their order; the selection as for ``select_elements``."""
         if selection in ("", *STATES):
             return [index for index, row in states.items() if selection in ("", row[0])]
         return sorted(indices_of(str(selection), len(states), self.name))
@@ -579,6 +582,11 @@ class RemoteJob:
             else:
                 ranges.append([index, index])
         request = json.dumps({"cancel": ranges, "only_waiting": only_waiting})
+        if len(request) > _REQUEST_MAX:
+            raise ConfigError(
+                f"The elements to cancel of {self.name!r} are {len(ranges):,} ranges, too many for "
+                "one request. Cancel them in several steps."
+            )
         api, nonce = self.api(), secrets.token_hex(8)
         package = package_archive()
         upload(api, package)
@@ -856,7 +864,8 @@ def why_waiting(
     largest = sorted(held, key=lambda name: (-sum(held[name].values()), name))
     if held:
         shown = [f"{name} ({amounts_text(held[name])})" for name in largest[:_HOLDERS_MAX]]
-        text = f"{text}; there it is held by {', '.join(shown)}"
+        more = f" and {len(held) - _HOLDERS_MAX} more" if len(held) > _HOLDERS_MAX else ""
+        text = f"{text}; there it is held by {', '.join(shown)}{more}"
     return Reason.ROOM, f"{text}."
 
 

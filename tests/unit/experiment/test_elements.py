@@ -177,6 +177,10 @@ def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
     monkeypatch.setattr(array_elements, "_BEGUN_S", 0.0)
     with pytest.raises(ClusterError, match="elements of the array 'array' did not end"):
         job.cancel_elements("waiting")
+    ranges = ",".join(str(index) for index in range(0, 20_000, 2))
+    driver.tells([[0, 19_999, "waiting", 0, 0]])
+    with pytest.raises(ConfigError, match="10,000 ranges, too many for one request"):
+        job.cancel_elements(ranges)
 
 
 def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):

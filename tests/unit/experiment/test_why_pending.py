@@ -30,7 +30,7 @@ def test_those_who_hold_most_come_first():
     assert reason is Reason.ROOM
     assert message == (
         "It asks for CPU 2; the node a has CPU 1 of 8 free; there it is held by exp.large (CPU 4), "
-        "exp.program (CPU 1), exp.small (CPU 1)."
+        "exp.program (CPU 1), exp.small (CPU 1) and 1 more."
     )
 
 
