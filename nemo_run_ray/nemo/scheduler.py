@@ -263,6 +263,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
+        if streams not in (None, Stream.COMBINED):
+            raise ValueError(f"Ray keeps one log of a job, and no {streams.value} alone.")
         job = self._job(app_id)
         found = _readable(lines(job.output(follow=should_tail)), job)
         if role_name != job.name:  # of a group

@@ -6,7 +6,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment.job import RemoteJob, find_job
+from nemo_run_ray.experiment.job import RemoteJob, cancel_one, find_job
 from nemo_run_ray.remote.status import JobState
 from tests.conftest import processes_of, wait_for
 
@@ -50,6 +50,13 @@ def test_a_command_that_ignores_sigterm_is_killed_after_its_grace(start, unique)
     log = "".join(job.log(follow=True))
     assert log.count("asked") == 1
     assert "no process of it is left" in log
+
+
+def test_cancelling_what_has_ended_changes_nothing(start, unique):
+    job = start(unique, "true")
+    wait_for(lambda: job.status.state is JobState.SUCCEEDED)
+    assert job.cancel().state is JobState.SUCCEEDED
+    assert cancel_one(job) == "job is SUCCEEDED: there is nothing to cancel"
 
 
 @pytest.mark.soak
