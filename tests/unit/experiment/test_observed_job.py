@@ -110,11 +110,11 @@ def test_a_wait_takes_seconds(one, timeout_s):
 def test_a_full_disk_ends_no_wait(ray, one, monkeypatch, caplog):
     ray.rows[f"{one.id}.job"].update(SUCCEEDS)
 
-    def full(self, events) -> None:
+    def full(path) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nemo_run_ray.experiment.store.Ledger.write_all", full)
+        patch.setattr("nemo_run_ray.experiment.store.FileLock", full)
         assert one.record() == {"job": "SUCCEEDED"}
     assert "No space left" in caplog.text
     one.record()

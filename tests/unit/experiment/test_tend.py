@@ -70,10 +70,10 @@ def test_a_dispatch_that_is_being_submitted_is_left_to_its_client(ray, unique):
 
 
 def test_a_folder_that_cannot_be_written_to_ends_no_wait(ray, stopped, monkeypatch, caplog):
-    def full(self, *given, **values) -> None:
+    def full(path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nemo_run_ray.experiment.store.Ledger.write_all", full)
+    monkeypatch.setattr("nemo_run_ray.experiment.store.FileLock", full)
     tend(stopped.exp_dir)
     assert "No space left" in caplog.text
 
