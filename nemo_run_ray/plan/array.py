@@ -160,6 +160,7 @@ def array(
                 for at, row in enumerate(rows)
             )
         else:
+            header["template"] = _template(task)  # this says what cannot be copied
             changed = copy.deepcopy(task)
             for field, value in fields.items():
                 try:
@@ -167,7 +168,6 @@ def array(
                 except (AttributeError, IndexError, TypeError, ValueError) as error:
                     name = _name(task)
                     raise ConfigError(f"There is no field {field!r} in {name}: {error}") from error
-            header["template"] = _template(task)
         elements = ({"values": row} for row in rows)
     return Array(inline=_text_of(header, elements), env=env, entrypoint=ARRAY)
 

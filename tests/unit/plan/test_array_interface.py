@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from threading import Lock
 
 import fiddle as fdl
 import nemo_run as run
@@ -102,7 +103,9 @@ BAD = [
     (SCRIPT, {"env.X": [None]}, "env.X of the element 0 is None"),
     (PARTIAL, {"sead": [1]}, "no field 'sead' in tests.array_tasks.train: .* seed, model"),
     (PARTIAL, {"model.depth": [1]}, "no field 'model.depth' .* width"),
-    (PARTIAL, {"seed.x": [1]}, "'int' object has no attribute"),
+    (PARTIAL, {"seed.x": [1]}, "a int has no fields"),
+    (run.Partial(train, seed=0, model=Model), {"model.width": [1]}, "a type has no fields"),
+    (run.Partial(train, seed=Lock()), {"seed": [1]}, "cannot be sent: .*lock"),
     (PARTIAL, {"seed": [object()]}, "element 0 of the array cannot be sent"),
     (PARTIAL, {"seed": ["x" * 40_000]}, "has 40024 bytes, and 32768 are sent"),
     (PARTIAL, [{"seed": 1}, {"model": 2}], "element 1 of the array is .*same fields"),
