@@ -22,6 +22,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from contextlib import suppress
@@ -36,6 +37,8 @@ PACKET_MAX = 2**17
 #: Characters of a result that is kept.
 RESULT_MAX = 2**16
 _PR_SET_CHILD_SUBREAPER = 36
+#: Seconds after which no more tasks are imported before the first element begins.
+_IMPORT_S = 10.0
 
 
 def main(argv: list[str]) -> None:
@@ -51,7 +54,10 @@ def main(argv: list[str]) -> None:
         channel = socket.socket(fileno=int(last))
         os.set_inheritable(channel.fileno(), False)
         if template is None:  # each task has its own; one that is broken fails with its element
+            until = time.monotonic() + _IMPORT_S
             for line in file:
+                if time.monotonic() >= until:
+                    break
                 with suppress(BaseException):
                     _load(json.loads(line)["template"], "")
     _serve(channel, template, main_ended)
@@ -114,16 +120,16 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
         if code < 0:
             return  # killed: the host starts another server, and asks that for what has not begun
         if code:
-            reason = f"exit code 126: node {socket.gethostname()} could not start a process for it"
-            _send(channel, at="failed", key=order["key"], reason=f"{reason}: {os.strerror(code)}")
+            _send(channel, at="full", key=order["key"], reason=os.strerror(code))
 
 
 def _fork_element(
     channel: socket.socket, template: Any, order: dict[str, Any], main_ended: str, output: int
 ) -> NoReturn:
     """Fork an element in a child, and end when it has begun: then the host is its parent."""
-    code, (begun, begins) = 0, os.pipe()
+    code = 1
     try:
+        begun, begins = os.pipe()
         if os.fork() == 0:
             _become_element(channel, order, output)
             os.write(begins, b"1")
@@ -136,7 +142,6 @@ def _fork_element(
         code = error.errno or 1
     except BaseException:  # of NumPy or PyTorch, when the element has begun
         traceback.print_exc()
-        code = 1
     finally:
         os._exit(code)
 
@@ -204,6 +209,8 @@ def set_field(target: Any, field: str, value: Any) -> None:
         target = target[int(name)] if isinstance(target, list) else getattr(target, name)
     if isinstance(target, list):
         target[int(last)] = value
+    elif not hasattr(target, "__fn_or_cls__"):  # a class would take it, and the task would not
+        raise TypeError(f"a {type(target).__name__} has no fields")
     else:
         setattr(target, last, value)
 

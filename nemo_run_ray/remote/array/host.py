@@ -8,6 +8,7 @@ one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``run``,
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -18,7 +19,19 @@ import subprocess
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Any, Deque, Dict, List, Mapping, NoReturn, Optional, Sequence, Set, Tuple
+from typing import (
+    Any,
+    Deque,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NoReturn,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from ..end_record import describe_exit
 from ..hosts.relay import Channel, become_supervised
@@ -47,6 +60,10 @@ _MARK = "NEMO_RUN_RAY_ELEMENT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
+#: Errors of a node that has no room for another process, or for its descriptors.
+_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+#: Reads that empty a pipe: a process that hides may write without end.
+_LAST_READS = 16
 #: Exit codes of what is ended by SIGTERM and by SIGKILL.
 _TERMINATED, _KILLED = 143, 137
 #: Characters of one element's output that are passed on.
@@ -79,6 +96,7 @@ class HostProcess:
         self._orphans = Orphans()
         self._look_at = self._grace_s = 0.0
         self._may_begin, self._is_ending, self._is_leaving = True, False, False
+        self._is_full = False  # until something that runs has ended
 
     def serve(self) -> None:
         """Serve until the actor is gone, or the driver lets this host leave."""
@@ -191,13 +209,26 @@ class HostProcess:
                 else:
                     argv[order["args_at"] :] = value
         message = {**line, "result": self._result_of(element)}
-        if argv:
-            element.start(*place.command(argv, env))
-        elif self._fork_server is not None:
-            self._fork_server.ask(element, {**message, "env": place.variables(env)})
-        else:
-            once = ["python", _PROGRAM, "once", self._elements, json.dumps(message)]
-            element.start(*place.command(once, env))
+        try:
+            if argv:
+                element.start(*place.command(argv, env))
+            elif self._fork_server is not None:
+                self._fork_server.ask(element, {**message, "env": place.variables(env)})
+            else:
+                once = ["python", _PROGRAM, "once", self._elements, json.dumps(message)]
+                element.start(*place.command(once, env))
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._refused(element, str(error.strerror))
+
+    def _refused(self, element: RunningElement, reason: str) -> None:
+        """Let an element wait for which the node has no room."""
+        self._unstarted(element)
+        self._is_full = True
+        if self._may_begin and not self._running:
+            name = socket.gethostname()
+            self._cannot_begin(f"node {name} has no room for another process: {reason}")
 
     def _result_of(self, element: RunningElement) -> str:
         """The file in which an element leaves its result."""
@@ -214,6 +245,8 @@ class HostProcess:
         self._end_what_is_over(time.monotonic())
         # Last: what has ended has made room, and nothing else would wake the loop.
         while self._may_begin and self._waiting and self._slots:
+            if self._is_full and self._running:
+                break
             if self._fork_server is not None and not self._fork_server.is_free:
                 break
             self._start(*self._waiting.popleft())
@@ -246,7 +279,9 @@ class HostProcess:
         codes = dict(collect())
         server = self._fork_server
         if server is not None:
-            server.hear()  # after that: what has ended has said before that it begins
+            # After that: what has ended has said before that it begins.
+            for element, reason in server.hear():
+                self._refused(element, reason)
             if server.obstacles:
                 self._channel.report("obstacles", obstacles=server.obstacles)
                 self._stop_forking()
@@ -288,6 +323,7 @@ class HostProcess:
     def _ended(self, element: RunningElement) -> None:
         self._report_text(element, element.close())
         self._slots.append(element.slot)
+        self._is_full = False
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
         with suppress(OSError, ValueError), open(self._result_of(element)) as file:
             os.remove(file.name)
@@ -346,11 +382,17 @@ class RunningElement:
         return write_end
 
     def start(self, words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        """Start its command; one that cannot be started has ended."""
+        """Start its command; one that cannot be started has ended.
+
+        Raises:
+            OSError: the node has no room for another process.
+        """
         write_end = self.pipe()
         try:
             self.pid = _start(words, env, cwd, write_end)
         except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in _NO_ROOM:
+                raise
             self.ended(*explain_start(words, env, cwd, error))
         finally:
             os.close(write_end)
@@ -367,6 +409,10 @@ class RunningElement:
         if not data:
             os.close(self.fd)
             self.fd = None
+        return self._passed(data)
+
+    def _passed(self, data: bytes) -> str:
+        """What is passed on of its output with this; no data is the output's end."""
         text = self._lines.take(data)
         self._last = text.rstrip().rpartition("\n")[2].strip() or self._last
         remaining = OUTPUT_MAX - self._passed_on
@@ -375,17 +421,20 @@ class RunningElement:
             return text
         if remaining < 0:
             return ""
-        return f"{text[:remaining]}\nnemo_run_ray: no more of its output is passed on\n"
+        text = text[:remaining]
+        line_end = "" if text[-1:] in ("", "\n") else "\n"
+        return f"{text}{line_end}nemo_run_ray: no more of its output is passed on\n"
 
     def close(self) -> str:
-        """Read what a pipe has room for, and no more: who hides may write without end."""
+        """Read what is there; the last lines."""
         text = ""
         with suppress(BlockingIOError):
-            text = self.read()
+            for _ in range(_LAST_READS):
+                text += self.read()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        return text + self._lines.take(b"")
+        return text + self._passed(b"")
 
     def ended(self, code: int, reason: str = "") -> None:
         """Note the exit code, and why it could not be started."""
@@ -466,8 +515,8 @@ class ForkServer:
             socket.send_fds(self._channel, [data], [write_end])
         os.close(write_end)
 
-    def hear(self) -> None:
-        """Read what the server and its forks say, and note it of their elements."""
+    def hear(self) -> Iterator[Tuple[RunningElement, str]]:
+        """Note what the server and its forks say; an element without room, and the reason."""
         while True:
             try:
                 data = self._channel.recv(PACKET_MAX)
@@ -486,7 +535,7 @@ class ForkServer:
                 self._false_starts = 0
                 self._asked.pop(message["key"]).has_begun(message["pid"])
             else:
-                self._asked.pop(message["key"]).ended(126, message["reason"])
+                yield self._asked.pop(message["key"]), message["reason"]
 
     def died(self) -> List[RunningElement]:
         """The elements that a process that was collected has not begun, the last one first.
@@ -494,8 +543,8 @@ class ForkServer:
         None of them begins any more; those that have begun continue.
         """
         self._channel.shutdown(socket.SHUT_RD)  # no fork begins that cannot say so
-        self.hear()
-        unstarted = list(self._asked.values())[::-1]
+        unstarted = [element for element, _ in self.hear()]
+        unstarted = [*unstarted, *self._asked.values()][::-1]
         self._asked.clear()
         self._channel.close()
         return unstarted
@@ -510,7 +559,10 @@ class ForkServer:
         if not (code > 128 or self._is_ready) or self._false_starts > _FALSE_STARTS_MAX:
             with open(self._log, encoding="utf-8", errors="replace") as file:
                 return file.read()[-4000:].strip() or f"its process ended with exit code {code}"
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            return f"its process cannot be started again: {error}"
         return ""
 
     def stop(self) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from nemo_run_ray import array
+from nemo_run_ray.remote.array import host as host_module
 from nemo_run_ray.remote.array import notes as notes_module
 from nemo_run_ray.remote.hosts.relay import PROGRAM
 from nemo_run_ray.remote.node.rundir import JOBS
@@ -269,6 +270,51 @@ def test_whatever_becomes_of_the_process_that_forks_each_element_runs_once(host,
     assert sorted(rows) == [[index, 1, 0] for index in range(6)]
     begun = sorted((tmp_path / f"begun-{index}").read_text() for index in range(6))
     assert begun == ["x"] * 6
+
+
+def _leave_descriptors(pid: int, count: int) -> None:
+    """Let a process open so many more."""
+    limit = len(os.listdir(f"/proc/{pid}/fd")) + count
+    psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE, (limit, 4096))
+
+
+def test_on_a_node_without_room_elements_wait_until_another_has_ended(host):
+    host.shell("sleep 0.3", slots=3)
+    supervisor = host.supervisors()[0]
+    _leave_descriptors(supervisor, 6)  # of two elements: each keeps one, and needs five to begin
+    host.run(0, 1, 2, 3)
+    assert sorted(host.ended() for _ in range(4)) == [[index, 1, 0] for index in range(4)]
+    _leave_descriptors(supervisor, 1)
+    host.run(4)
+    assert "has no room for another process: Too many" in host.until("unprepared")["words"]
+
+
+def test_a_fork_server_without_room_does_not_end_elements(host, forks, tmp_path):
+    host.prepare(("python",), slots=2, **forks)
+    host.run(0, value=str(tmp_path))
+    wait((tmp_path / "begun-0").exists, within_s=60)
+    (warm,) = _warm(host)
+    _leave_descriptors(warm, 1)
+    host.run(1, value=str(tmp_path))
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert host.ended() == [0, 1, 0]
+    assert "has no room for another process: Too many" in host.until("unprepared")["words"]
+    assert [one["at"] for one in host.reports].count("ended") == 1
+
+
+def test_the_output_is_passed_on_to_its_limit_and_a_failure_has_its_last_line(monkeypatch):
+    monkeypatch.setattr(host_module, "OUTPUT_MAX", 4)
+    cut = "nemo_run_ray: no more of its output is passed on\n"
+    rows = {b"abc\n": "abc\n", b"abc\nd": f"abc\n{cut}", b"abcde": f"abcd\n{cut}"}
+    for data, text in rows.items():
+        element = host_module.RunningElement((0, 1), {}, {})
+        write_end = element.pipe()
+        os.write(write_end, data)
+        assert element.close() == text
+        os.close(write_end)
+        element.ended(1)
+        assert element.why() == f"exit code 1: {data.split()[-1].decode()}"
 
 
 _LATE = """

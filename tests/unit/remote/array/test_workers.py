@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
 import socket
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -75,22 +73,6 @@ def waiting(host: HostProcess, *elements: int) -> None:
 def running(host: HostProcess, element: int) -> RunningElement:
     host._running.append(RunningElement((element, 1), {}, {}))
     return host._running[-1]
-
-
-def test_an_element_whose_process_the_node_has_no_room_for_fails_with_that(host, monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    waiting(host, 0)
-    before = len(os.listdir("/proc/self/fd"))
-    host.step(set())
-    host.step(set())
-    ((kind, values),) = host._channel.rows
-    assert (kind, values["row"][:3]) == ("ended", [0, 1, 126])
-    assert "Resource temporarily unavailable" in values["row"][4]
-    assert host._slots == [{}]
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_program_that_is_not_there_is_the_elements_failure(host):
