@@ -52,7 +52,7 @@ _PLACED_S = 900.0
 _END_MARGIN_S = 30.0
 #: Seconds until dead hosts are swept again.
 _SWEEP_AGAIN_S = 5.0
-#: Seconds between two writes of the status files, and how many times as long as a write that is.
+#: Seconds between two writes of the status files, and what is added: times the last write's length.
 _WRITE_S, _PAUSE = 1.0, 20
 #: Writes over which the rate is measured.
 _RATE_ROWS = 30
@@ -235,7 +235,7 @@ class ArrayDriver:
         self._request = ResourceRequest(spec.host.resources, spec.host.label_selector)
         self._look_at = self._tell_at = self._write_at = 0.0
         self._tell_progress_at = time.monotonic() + _TELL_S
-        self._counts = deque([(time.monotonic(), 0)], maxlen=_RATE_ROWS)
+        self._counts = deque([(time.monotonic(), self._progress.ended_count)], maxlen=_RATE_ROWS)
         self._nodes: Dict[str, Node] = {}
         #: Of a node how often in a row no host could begin, and when the next one may be started.
         self._refusals: Dict[str, Tuple[int, float]] = {}
@@ -561,7 +561,7 @@ class ArrayDriver:
             if not self._leases.held(number) or now >= since + node_dead_s():
                 # What had begun there, nobody knows.
                 self._leases.give_back(number)
-                del self.dead[number]
+                self.dead.pop(number, None)
         for node_id, records in by_node.items():
             if node_id not in self._sweeps and now >= self._sweep_at.get(node_id, 0.0):
                 self._sweeps[node_id] = self._starts.sweep(node_id, records)
@@ -584,7 +584,7 @@ class ArrayDriver:
                         f"nothing of a dead host runs: of {before} elements, {before - again} had "
                         f"ended, and {again} are started again"
                     )
-                del self.dead[number]
+                self.dead.pop(number, None)
             self._commit()
             swept = [self._leases.hosts[number].run_dir for number, *_ in answer["swept"]]
             if swept:

@@ -88,7 +88,7 @@ class Workspace:
         self, argv: Sequence[str], env: Mapping[str, str]
     ) -> Tuple[List[str], Dict[str, str], str]:
         """The exact words, all variables and the folder of a process with some of its own."""
-        own = {**self._env, **self.variables(env)}
+        own = {**self._env, **self.variables(env), TAG: self._order["tag"]}
         task = self.role.task._replace(argv=tuple(argv))
         return command.argv_of(task, self._run_dir, own), own, self._cwd
 
