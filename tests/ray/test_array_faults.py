@@ -37,7 +37,7 @@ def hosts(job: RemoteJob) -> list[int]:
 
 
 def actors(job: RemoteJob) -> list[int]:
-    return processes_of_home(lambda _, words: words[0].startswith("ray::Replicas"))
+    return processes_of_home(lambda _, words: words[0].startswith("ray::ReplicaActor"))
 
 
 def warm(job: RemoteJob) -> list[int]:
