@@ -8,6 +8,7 @@ from nemo_run_ray.errors import ConfigError, NemoRunRayError
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.nemo import scheduler
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+from tests.unit.experiment.conftest import Submitted
 
 
 @pytest.fixture
@@ -115,6 +116,14 @@ def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(
     ]
     roles = [one.split()[1] for one in lines if one.startswith("name ")]
     assert roles == ["a", "group-1", "group-2"]
+
+
+def test_only_a_job_that_was_submitted_has_a_page(ray, unique, capsys):
+    Submitted(ray, unique, "a")
+    Submitted(ray, unique, "b", "c after b")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("a on Ray: ") == shown.count(" on Ray: ") == 1
+    assert shown.count("b waits on the cluster; ") == shown.count(" waits on the cluster; ") == 1
 
 
 def test_a_waiting_program_says_once_what_its_experiments_jobs_wait_for(unique, tmp_path, capsys):
