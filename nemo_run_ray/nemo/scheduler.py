@@ -190,18 +190,14 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         try:
             if registry.is_detached(self._experiment):
                 batch.cluster.detach()
-            store, said = (
-                store_of(batch.exp_dir),
-                (batch.exp_dir.name, JobState.WAITING, Reason.WAITS),
-            )
+            name, experiment, store = request.plan.job, batch.exp_dir.name, store_of(batch.exp_dir)
+            said = experiment, JobState.WAITING, Reason.WAITS
             if not store.ledger.jobs()[submission_id].dispatcher:
-                CONSOLE.log(as_markup(f"{request.plan.job} on Ray: {batch.page(request.plan.job)}"))
+                CONSOLE.log(as_markup(f"{name} on Ray: {batch.page(name)}"))
             elif said not in store.reported:  # those of its jobs have no page yet
                 store.reported.add(said)
-                look = f"nemo-run-ray status {shlex.quote(batch.exp_dir.name)}"
-                CONSOLE.log(
-                    as_markup(f"{request.plan.job} waits on the cluster; look at it: {look}")
-                )
+                look = f"look at it: nemo-run-ray status {shlex.quote(experiment)}"
+                CONSOLE.log(as_markup(f"{name} waits on the cluster; {look}"))
         except NemoRunRayError as error:  # the job runs: its launch has not failed
             CONSOLE.log(as_markup(str(error)))
         with self._lock:  # this process looks after the jobs for as long as it stays for them
