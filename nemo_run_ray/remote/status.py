@@ -403,6 +403,8 @@ def cause_of(text: str) -> str:
         cause = named[-1][named[-1].lastindex or 0]
     else:
         cause = raised[-1] if raised and not printed else " / ".join((printed or lines)[-3:])
+    if cause.endswith("No such file or directory: 'podman'"):
+        return "podman is not on the PATH of that node's Ray; an image needs it"
     is_late = cause.endswith(("TimeoutError", "seconds"))
     return f"{cause}; raise `setup_timeout_seconds` in its `config`" if is_late else cause
 
@@ -451,7 +453,7 @@ class Attempt:
     #: 0 before its end.
     ended_at: float = 0.0
     exit_code: int | None = None
-    #: Why it is a claim and no attempt; empty for an attempt.
+    #: The reason of a claim; empty for an attempt.
     claim: str = ""
     #: Further attempts that its own experiment gives it.
     retries: int = 0
@@ -495,7 +497,6 @@ def attempts_of(ids: Iterable[str], table: Mapping[str, Attempt]) -> dict[str, d
 def attempt_of_row(row: JobRow) -> Attempt:
     """The attempt, or claim, of a row of ``GET /api/jobs/``."""
     metadata = row.get("metadata") or {}
-    codes = metadata.get(PERMANENT_KEY, "")
     return Attempt(
         status=status_of_row(row),
         nonce=nonce_of(row),
@@ -503,9 +504,14 @@ def attempt_of_row(row: JobRow) -> Attempt:
         ended_at=(row.get("end_time") or 0) / 1000,
         exit_code=row.get("driver_exit_code"),
         claim=metadata.get(CLAIM_KEY, ""),
-        retries=int(metadata.get(RETRIES_KEY, 0)),
-        permanent_exit_codes=tuple(map(int, codes.split(","))) if codes else (),
+        retries=next(iter(_numbers(metadata.get(RETRIES_KEY, ""))), 0),
+        permanent_exit_codes=_numbers(metadata.get(PERMANENT_KEY, "")),
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of ``1,2``, which another program may have written."""
+    return tuple(map(int, re.findall(r"[0-9]{1,9}", text)))
 
 
 def claim_body(submission_id: str, nonce: str, why: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ _SLOW = (
         (_UV, "No solution found when resolving dependencies / cause: Because nope was not"),
         (_CONDA, "ValueError: Could not find Conda executable at conda."),
         (_PODMAN, "Error: initializing source: name unknown"),
-        (_NO_PODMAN, "No such file or directory: 'podman'"),
+        (_NO_PODMAN, "podman is not on the PATH of that node's Ray; an image needs it"),
         (_NSIGHT, "Unsupported nsight config: defaul. The supported config is 'default' or"),
         (_SLOW, "Failed to install runtime_env within the timeout of 60 seconds; raise `setup_t"),
         (f"[Node 10.0.0.1] {_SLOW}", "Failed to install runtime_env within the timeout of 60 s"),

@@ -43,6 +43,12 @@ def test_a_value_of_another_type_is_left_out(name, value):
     json.dumps(attempt.status.to_json(), allow_nan=False)
 
 
+def test_another_program_may_have_written_the_metadata():
+    metadata = {"nemo_run_ray_retries": "many", "nemo_run_ray_permanent": "1, x"}
+    attempt = attempt_of_row(ROW | {"metadata": metadata})
+    assert (attempt.retries, attempt.permanent_exit_codes) == (0, (1,))
+
+
 @pytest.mark.parametrize("table", [None, 1, "x", {}, [1], [None], [[]], [ROW, "x"]], ids=repr)
 def test_what_is_no_job_table_is_not_taken_for_an_empty_one(table):
     with pytest.raises(ValueError, match="expected is"):
