@@ -163,8 +163,8 @@ class DashboardClient:
         # The time limit of a socket begins anew with every byte.
         timer = threading.Timer(self._timeout_s, _cut, [connection])
         timer.daemon = True
-        timer.start()
         try:
+            timer.start()
             connection.request(method, parts.path + path, data, headers)
             answer = connection.getresponse()
             content = bytearray()
@@ -176,7 +176,7 @@ class DashboardClient:
             if answer.length or time.monotonic() >= deadline:
                 raise http.client.IncompleteRead(bytes(content), answer.length)
             return answer.status, bytes(content)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
             is_late = time.monotonic() >= deadline
             cause = f"timed out after {self._timeout_s:g} s" if is_late else str(error)
             raise Unanswered(

@@ -148,6 +148,15 @@ def test_nobody_there(request_):
         request_(DashboardClient(f"http://127.0.0.1:{port}"))
 
 
+def test_no_thread_for_the_deadline(script, monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", start)
+    with pytest.raises(Unanswered, match="can't start new thread"):
+        list(DashboardClient(script.url).rows())
+
+
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_trouble_of_the_server_may_pass(script, request_, status):
