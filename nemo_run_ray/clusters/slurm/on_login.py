@@ -102,7 +102,7 @@ class ClusterFolder:
         """
         path = self._folder / "queue.json"
         kept = _json(path)
-        if kept and kept.get("of") == changed_at and time.time() - kept["at"] < pause_s:
+        if kept and kept.get("of") == changed_at and 0 <= time.time() - kept["at"] < pause_s:
             return kept["rows"]
         rows = _squeue()
         with contextlib.suppress(OSError):  # a full disk

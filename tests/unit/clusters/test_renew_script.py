@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def test_of_two_jobs_that_slurm_has_for_one_allocation_one_begins(over):
     assert begin(over, "101").stdout == "it begins\n", "a requeue"
 
 
-def ends_in(world: World) -> str:
+def ends_in(world: World, **variables: str) -> str:
     """Seconds until the end by the node's clock, as the script tells the nodes."""
     text = template("ray.sub.j2")
     begin, end = text.index("ends_after() {"), text.index("# Ray would make an env")
@@ -143,7 +144,7 @@ def ends_in(world: World) -> str:
 echo "${{NEMO_RUN_RAY_END_TIME:+$((NEMO_RUN_RAY_END_TIME - $(date +%s)))}}"
 """
     env = {name: value for name, value in os.environ.items() if "SLURM_JOB_" not in name}
-    env |= {"SLURM_JOB_ID": "101", "NEMO_RUN_RAY_LIFE": str(world.life())}
+    env |= {"SLURM_JOB_ID": "101", "NEMO_RUN_RAY_LIFE": str(world.life()), **variables}
     words = ["bash", "-eu", "-o", "pipefail"]
     done = subprocess.run(words, input=job, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -158,3 +159,14 @@ def test_an_older_slurm_is_asked_when_the_job_ends(over, left, seconds):
     commands(over, squeue=f"echo {left}; exit 0")
     found = ends_in(over)
     assert found == "" if seconds is None else abs(int(found) - seconds) <= 3
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "waited_s", "seconds"),
+    [(0, 0, 3600), (600, 0, 3600), (-600, 0, 3000), (0, 90, 3510)],
+)
+def test_the_end_never_seems_later_than_it_is(over, ahead_s, waited_s, seconds):
+    """The controller's clock may be ahead, and a prolog may have taken time before the script."""
+    start = int(time.time()) + ahead_s - waited_s
+    times = {"SLURM_JOB_START_TIME": str(start), "SLURM_JOB_END_TIME": str(start + 3600)}
+    assert abs(int(ends_in(over, **times)) - seconds) <= 3
