@@ -107,6 +107,11 @@ def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> dict[st
             f"no block of ports from {start} to {end - 1} is free on node {socket.gethostname()}"
         )
     workers = {"MIN_WORKER_PORT": first + _SERVICES, "MAX_WORKER_PORT": first + _BLOCK - 1}
+    # Where the user sets one of them alone: as many as NeMo-Run's.
+    if "MIN_WORKER_PORT" in wanted:
+        workers["MAX_WORKER_PORT"] = min(wanted["MIN_WORKER_PORT"] + 256, 65535)
+    elif "MAX_WORKER_PORT" in wanted:
+        workers["MIN_WORKER_PORT"] = max(wanted["MAX_WORKER_PORT"] - 256, 1)
     chosen = {**workers, **wanted}
     for number, name in enumerate(names):
         if name not in chosen:

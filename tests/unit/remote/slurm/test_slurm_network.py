@@ -30,6 +30,11 @@ def test_no_port_is_one_that_the_kernel_gives_to_connections(monkeypatch, kernel
         assert last - first > 900
 
 
+def test_one_end_of_the_workers_ports_may_be_set_alone():
+    assert choose_ports({"MIN_WORKER_PORT": 54001}, False, 7)["MAX_WORKER_PORT"] == 54257
+    assert choose_ports({"MAX_WORKER_PORT": 2000}, False, 7)["MIN_WORKER_PORT"] == 1744
+
+
 def test_two_clusters_on_a_node_do_not_meet():
     first = choose_ports({}, True, 7)
     with contextlib.ExitStack() as stack:
