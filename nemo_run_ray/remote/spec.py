@@ -409,7 +409,7 @@ class ArrayRows(TypedDict):
     cancelled: int
     running: int
     waiting: int
-    #: That have ended lately.
+    #: The rate at which elements have ended lately.
     elements_per_s: float
     #: Seconds until the last one has ended, at that rate; ``None`` when none has ended.
     left_s: Optional[float]

@@ -239,7 +239,7 @@ class Item:
 class _RayTask:
     """A Ray task and the items that it has."""
 
-    #: What the task yields; of Ray Client the reference of its result.
+    #: The generator of the task's results; of Ray Client the reference of its one result.
     ref: Any
     items: list[Item]
     #: When it was first seen to run; of Ray Client when it was sent.
