@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ ADDRESS = "RAY_ADDRESS"
 _AUTH_MODE = "RAY_AUTH_MODE"
 #: Seconds in which an address must take a connection.
 _ANSWERS_S = 5.0
+#: Ray gives a GCS up no sooner, in seconds: an earlier SIGTERM is another's.
+_GIVEN_UP_S = 30.0
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 #: A Ray's address with its port.
@@ -82,12 +85,14 @@ class Connection:
             options: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
             if not self.address.startswith("ray://"):
                 options["logging_level"] = logging.WARNING
+            began = time.monotonic()
             try:
                 ray.init(self.address, log_to_driver=False, **options)
             except BaseException as error:
                 self.restore_environment()
-                # Ray sends SIGTERM when no GCS has answered for 30 s (2.60).
-                if not isinstance(error, SystemExit) or error.code != signal.SIGTERM:
+                # Ray sends SIGTERM when no GCS has answered (2.60).
+                is_sigterm = isinstance(error, SystemExit) and error.code == signal.SIGTERM
+                if not is_sigterm or time.monotonic() - began < _GIVEN_UP_S:
                     raise
                 reason = "what listens there has not answered as the GCS of a Ray"
                 raise ConnectionError(reason) from error
@@ -99,11 +104,11 @@ class Connection:
             self.ray.util.client.ray.is_connected() and str(address).startswith("ray://")
         )
         if not is_same or (runtime_env and dict(runtime_env) != self._runtime_env):
+            asked = f"another runtime_env (of {', '.join(runtime_env)})" if is_same else address
             raise ConfigError(
-                f"This process is connected to the Ray at {self.address} with runtime_env="
-                f"{self._runtime_env!r}, and has one connection at a time; {address} with "
-                f"runtime_env={dict(runtime_env)!r} was asked for. Close the other pools before, "
-                "or give both to ray.init() where the program calls that itself."
+                f"This process is connected to the Ray at {self.address}, and has one connection "
+                f"at a time; {asked} was asked for. Close the other pools before, or give it to "
+                "ray.init() where the program calls that itself."
             )
 
     @property
@@ -194,7 +199,7 @@ def _translated(address: str, runtime_env: Mapping[str, Any]) -> Iterator[None]:
         ) from error
     except (OSError, OverflowError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        environment = f" with runtime_env={runtime_env!r}" if runtime_env else ""
+        environment = f" with a runtime_env of {', '.join(runtime_env)}" if runtime_env else ""
         raise Unreachable(
             f"No Ray can be reached at {address}{environment}: {reason}. Give the address of one "
             "that runs, as `ray start` has printed it (its GCS mostly has port 6379), or unset "

@@ -212,7 +212,6 @@ class Item:
         """End with the result of a row, or return why it has none."""
         if kind == UNPICKLED:
             return CannotBeSent(f"The result of {self.function.name} cannot be sent back: {text}")
-        cause = RemoteTraceback(text) if text else None
         try:
             value = pickle.loads(data)
             if kind == RESULT:
@@ -221,10 +220,13 @@ class Item:
             if isinstance(value, StopIteration) or not isinstance(value, Exception):
                 # It would stop, or end, what waits for the result.
                 value = WorkError(f"the function has raised {type(value).__name__}: {value}")
-            value.__cause__ = cause
+            value.__cause__ = RemoteTraceback(text)
         except Exception as error:  # it has no class here, or cannot be changed
-            value = RuntimeError(text.strip().splitlines()[-1]) if text else error
-            value.__cause__ = cause
+            if kind == RESULT:  # another attempt would not change that
+                self.future.set_exception(error)
+                return None
+            value = RuntimeError(text.strip().splitlines()[-1])
+            value.__cause__ = RemoteTraceback(text)
         failure: BaseException = value
         return failure
 

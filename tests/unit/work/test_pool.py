@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ import pytest
 from nemo_run_ray import errors
 from nemo_run_ray import work as pool
 from nemo_run_ray.errors import CannotBeSent, ConfigError, ItemFailed
-from nemo_run_ray.work.tasks import Function, Item, call_items
+from nemo_run_ray.work.tasks import RESULT, Function, Item, call_items
 from tests.conftest import wait_for
 
 
@@ -45,6 +46,12 @@ def results(items: Any, function: Any = abs, ordered=True, yields_failures=False
     tasks: Any = Tasks()
     template = Item(tasks.function(function), b"")
     return pool._results(tasks, template, iter(items), ordered, yields_failures)
+
+
+def test_a_result_that_this_program_cannot_read_is_not_asked_for_again():
+    item = Item(Function("f", b""), b"", retries=1)
+    assert item.take(RESULT, b"torn", "") is None
+    assert isinstance(item.future.exception(0), pickle.UnpicklingError)
 
 
 def broken() -> Iterator[int]:

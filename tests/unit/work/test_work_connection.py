@@ -82,9 +82,13 @@ def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     assert "RAY_ADDRESS" not in os.environ
 
 
-@pytest.mark.parametrize(("code", "expected"), [(15, Unreachable), (1, SystemExit)])
-def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, expected):
-    """What listens is no GCS."""
+@pytest.mark.parametrize(
+    ("code", "given_up_s", "expected"),
+    [(15, 0.0, Unreachable), (15, 30.0, SystemExit), (1, 0.0, SystemExit)],
+)
+def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, given_up_s, expected):
+    """What listens is no GCS; a program that others end is ended."""
+    monkeypatch.setattr(connection, "_GIVEN_UP_S", given_up_s)
 
     def init(*_, **__):
         raise SystemExit(code)
@@ -128,16 +132,18 @@ class Initialised:
 def test_a_program_keeps_the_ray_that_it_has_connected_to(monkeypatch, variable, submitted):
     monkeypatch.setenv("RAY_ADDRESS", variable)
     monkeypatch.setitem(sys.modules, "ray", Initialised())
-    with pytest.raises(ConfigError, match=r"give both to ray\.init\(\)"):
+    with pytest.raises(ConfigError, match=r"give it to ray\.init\(\)"):
         connection.join(None, None, {"pip": ["x"]})
     joined = connection.join(None, None, {})
     try:
         assert joined.address == "10.0.0.1:6379"
         assert os.environ["RAY_ADDRESS"] == submitted
-        with pytest.raises(ConfigError, match=r"10\.0\.0\.9:6379 with .* was asked for"):
-            connection.join("10.0.0.9:6379", None, {})
-        with pytest.raises(ConfigError, match=r"with runtime_env=\{\}, and has one"):
-            connection.join(None, None, {"pip": ["x"]})
+        with pytest.raises(ConfigError, match=r"time; 10\.0\.0\.9:6379 was asked for"):
+            connection.join("10.0.0.9:6379", None, {"env_vars": {"KEY": "secret"}})
+        with pytest.raises(
+            ConfigError, match=r"another runtime_env \(of env_vars, pip\) was asked"
+        ):
+            connection.join(None, None, {"env_vars": {"KEY": "secret"}, "pip": ["x"]})
     finally:
         connection.leave(joined)
     assert os.environ["RAY_ADDRESS"] == variable
