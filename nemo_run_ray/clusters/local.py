@@ -47,6 +47,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard
 from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.fields import Allowed, PositiveSeconds, strict_init
+from nemo_run_ray.remote import CALLERS_TMPDIR
 from nemo_run_ray.remote.dashboard import (
     DASHBOARD,
     EMBEDDED,
@@ -82,7 +83,7 @@ _TRIES = "RUNTIME_ENV_RETRY_TIMES"
 #: Variables of a cluster in which this program may run itself.
 _OF_ANOTHER = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"}
 _OF_ANOTHER |= {DASHBOARD, LIFE, RUN, ENDS_AT, LASTS_S, RENEWS}
-_START_LIMIT_S = 120.0
+_START_LIMIT_S, _LOCK_LIMIT_S = 120.0, 180.0
 #: A raylet gives its agents 15 s to start, whatever its options are (Ray 2.60), and on a busy
 #: machine they may need longer: a start that fails after more seconds than these is tried again.
 _SLOW_S, _STARTS = 10.0, 3
@@ -129,9 +130,9 @@ class LocalState:
 class LocalCluster(Cluster):
     """An embedded Ray, started when it is needed. Token authentication is always on.
 
-    The dashboard listens on 127.0.0.1, and other parts of Ray on all interfaces. A client that
-    stays attached stops the cluster when the last user leaves and nothing runs on it. After a
-    detached run, or when a client was killed, it stops when it has been idle for
+    The dashboard listens on 127.0.0.1, and other parts of Ray on all interfaces. The last program
+    that uses it stops it when it ends. It stays while a job runs, also after ``detach=True``; then,
+    or when a program was killed, it stops when no program uses it and no job has run for
     ``idle_timeout_s``. ``keep=True`` and ``nemo-run-ray up`` keep it.
     """
 
@@ -167,9 +168,10 @@ class LocalCluster(Cluster):
                 CONSOLE.log(f"Starting an embedded Ray on this machine (about 10 s) …{kept}")
                 return self._dashboard(self._start())
             if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
+                cpus, gpus = ("all" if size is None else size for size in state.size)
                 CONSOLE.log(
-                    "The embedded Ray is up already, with other CPUs or GPUs, and stays as it is. "
-                    "To change that: nemo-run-ray down"
+                    f"The embedded Ray is up already, with {cpus} CPUs and {gpus} GPUs of this "
+                    "machine, and stays as it is. To change that: nemo-run-ray down"
                 )
             self._join(state)
         return self._dashboard(state)
@@ -256,7 +258,7 @@ class LocalCluster(Cluster):
         try:
             # This is written first: if this client dies here, the next one finds what to remove.
             self._write(state)
-            with open(self._log, "wb") as output:
+            with self._usable(), open(self._log, "wb") as output:
                 process = subprocess.Popen(
                     command,
                     env=self._environment(root),
@@ -336,7 +338,13 @@ class LocalCluster(Cluster):
                 lock.acquire(timeout=1.0)
             except Timeout:
                 CONSOLE.log("Another process is starting or stopping the embedded Ray; waiting …")
-                lock.acquire()
+                try:
+                    lock.acquire(timeout=_LOCK_LIMIT_S)
+                except Timeout as error:
+                    raise ClusterError(
+                        "Another process has been starting or stopping the embedded Ray for "
+                        f"{_LOCK_LIMIT_S:.0f} s (lock {lock.lock_file}); end it or wait for it."
+                    ) from error
         try:
             yield
         finally:
@@ -356,7 +364,10 @@ class LocalCluster(Cluster):
     def _read_any(self) -> LocalState | None:
         # Without a file, or with another program's, no process has joined one.
         with self._usable(), contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            return LocalState(**json.loads((self._path / "state.json").read_text(encoding="utf-8")))
+            given = dict(json.loads((self._path / "state.json").read_text(encoding="utf-8")))
+            # Another version of this package may have written it.
+            known = LocalState.__dataclass_fields__
+            return LocalState(**{name: value for name, value in given.items() if name in known})
         return None
 
     def _write(self, state: LocalState) -> None:
@@ -377,6 +388,8 @@ class LocalCluster(Cluster):
             **{name: value for name, value in os.environ.items() if name not in _OF_ANOTHER},
             **self._credentials,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "TMPDIR": root,  # Ray's helpers leave folders in it; jobs get the caller's again
+            CALLERS_TMPDIR: os.environ.get("TMPDIR", ""),
             EMBEDDED: root,
         }
 

@@ -116,7 +116,7 @@ from nemo_run_ray import LocalCluster, RayExecutor
 if __name__ == "__main__":
     cluster = LocalCluster(num_cpus=1, idle_timeout_s=6)
     with run.Experiment("alone") as experiment:
-        script = run.Script(inline="echo hello; exit 3")
+        script = run.Script(inline="sleep 5; echo hello; exit 3")
         experiment.add(script, executor=RayExecutor(cluster=cluster), name="job")
         experiment.run(detach=True)
 """

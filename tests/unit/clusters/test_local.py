@@ -16,8 +16,8 @@ from filelock import Timeout
 from nemo_run_ray import LocalCluster
 from nemo_run_ray.clusters import local
 from nemo_run_ray.clusters.local import MARKER, LocalState
-from nemo_run_ray.errors import ClusterError
-from nemo_run_ray.remote import local_watch
+from nemo_run_ray.errors import ClusterError, ConfigError
+from nemo_run_ray.remote import CALLERS_TMPDIR, FOLDER, local_watch
 from nemo_run_ray.remote.dashboard import Unanswered
 from nemo_run_ray.remote.local_watch import process_identity
 from nemo_run_ray.remote.node.output import CUT
@@ -56,6 +56,13 @@ def test_a_pid_that_somebody_else_has_now(home):
     assert home._read() is None
 
 
+def test_another_version_finds_it_by_its_state(home):
+    home._write(_me())
+    path = home._path / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "detached": True}))
+    assert home._read() == _me()
+
+
 def test_the_token_is_private_and_new_each_time(home):
     before = os.umask(0)
     try:
@@ -81,7 +88,23 @@ def test_the_environment_of_the_embedded_ray(home, monkeypatch):
     assert env["RAY_AUTH_MODE"] == "token"
     assert env["RAY_AUTH_TOKEN_PATH"] == str(home._path / "token")
     assert "of another cluster" not in env.values()
+    assert env["TMPDIR"] == "/tmp/nray-x"
     assert home._token.read_text() not in env.values()
+
+
+@pytest.mark.parametrize("given", ["", "/var"])
+def test_a_job_has_the_callers_folder_of_temporary_files(given):
+    program = "import os, tempfile; tempfile.gettempdir(); import remote; "
+    program += "print(tempfile.gettempdir(), os.environ.get('TMPDIR', ''))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"TMPDIR": "/dev/shm", CALLERS_TMPDIR: given},
+        cwd=Path(FOLDER).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{given or '/tmp'} {given}\n"
 
 
 @pytest.mark.parametrize("is_made_by_us", [True, False])
@@ -107,6 +130,18 @@ def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child, is_made_by
     assert root.exists() is not is_made_by_us
     assert child.poll() is None
     assert not (home._path / "state.json").exists()
+
+
+def test_a_log_of_another_user_is_named_with_its_folder(home):
+    home._log.mkdir()  # cannot be written to either
+    with pytest.raises(ConfigError, match="cannot use its folder"):
+        home.connect()
+
+
+def test_who_holds_the_lock_for_too_long_is_named(home, monkeypatch):
+    monkeypatch.setattr(local, "_LOCK_LIMIT_S", 0.1)
+    with home._locked(), pytest.raises(ClusterError, match=r"(?s)for 0 s \(lock .*lock\); end it"):
+        home.connect()
 
 
 @pytest.fixture
