@@ -37,7 +37,7 @@ _WATCH_S, _TELL_S = 5.0, 30.0
 _LOOK_S, _LOOK_MAX_S = 0.1, 1.0
 #: Seconds until a group whose roles spread tries other nodes, until the first line about one that
 #: waits, and for which one must look infeasible, since nodes may be joining right now.
-_OTHERS_S = 3.0
+_FIRST_S = 3.0
 #: Seconds in which a worker must come up by a ``py_executable``, after those in which something is
 #: installed for it: Ray itself tries it for ever.
 _OWN_PYTHON_S, _BUILD_S = 90.0, 600.0
@@ -221,7 +221,7 @@ class PlacementGroup:
         self._ray = ray
         self._spec = spec
         self._began_at = time.monotonic()
-        self._tell_at = self._others_at = self._infeasible_at = self._began_at + _OTHERS_S
+        self._tell_at = self._others_at = self._infeasible_at = self._began_at + _FIRST_S
         self._turn = 0
         self._pause_s = _LOOK_S
         self.waits_for = ""
@@ -245,7 +245,7 @@ class PlacementGroup:
         available = self._ray.available_resources()
         words, is_never = why_waiting(spec, nodes, available, infeasible)
         if not is_never:
-            self._infeasible_at = now + _OTHERS_S
+            self._infeasible_at = now + _FIRST_S
         elif now >= self._infeasible_at and not spec.wait_for_nodes:
             return Event(Kind.REFUSED, words=words, cause=Reason.UNSCHEDULABLE)
         limit_s = spec.placing_timeout_s
@@ -257,7 +257,7 @@ class PlacementGroup:
             say(f"waiting for room for {now - self._began_at:.0f} s: {words}")
             self._tell_at = now + _TELL_S
         if now >= self._others_at and any(role.spread for role in spec.roles):
-            self._others_at, self._turn = now + _OTHERS_S, self._turn + 1
+            self._others_at, self._turn = now + _FIRST_S, self._turn + 1
             self.leave()
             self.group = self._ask()
         return None

@@ -223,8 +223,8 @@ def test_the_probes_answer_is_shown_until_the_service_is_ready_or_starts_again(c
         assert not_ready(group_rows(group, "")) == []
 
 
-def lost(replica_id: ReplicaId) -> Event:
-    return Event(Kind.LOST, replica_id, "node n1 died", cause=Reason.NODE_DIED)
+def lost(replica_id: ReplicaId, cause: Reason = Reason.NODE_DIED) -> Event:
+    return Event(Kind.LOST, replica_id, "node n1 died", cause=cause)
 
 
 def early(code: int, group_code: int) -> Outcome:
@@ -272,6 +272,20 @@ _FIVE = Outcome(5, Reason.EXIT_CODE, "eval/0: exit code 5")
             [lost(EVAL)],
             [],
             Outcome(1, Reason.NODE_DIED, "eval/0: node n1 died"),
+        ),
+        (
+            Phase.PREPARING,
+            0,
+            [lost(EVAL, Reason.RUNTIME_ENV)],
+            [],
+            Outcome(1, Reason.RUNTIME_ENV, "eval/0: node n1 died"),
+        ),
+        (
+            Phase.PRIMARIES,
+            0,
+            [lost(SERVER, Reason.RUNTIME_ENV)],
+            _PRIMARIES,
+            Outcome(1, Reason.NODE_DIED, "server/0: node n1 died"),
         ),
         (Phase.PLACING, 0, [STOP], [], _STOPPED),
         (Phase.PRIMARIES, 2, [STOP, exited(SERVER, 1)], [], _STOPPED),

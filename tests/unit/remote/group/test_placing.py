@@ -16,9 +16,10 @@ from nemo_run_ray.remote.group.driver import (
     requests_of,
     why_waiting,
 )
-from nemo_run_ray.remote.group.machine import Event, Kind
+from nemo_run_ray.remote.group.machine import Event, Group, Kind, Replica
+from nemo_run_ray.remote.hosts.actors import ReplicaHandle
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec
-from nemo_run_ray.remote.status import Reason
+from nemo_run_ray.remote.status import Phase, Reason
 
 GIB = 2.0**30
 
@@ -325,3 +326,20 @@ def test_a_role_that_spreads_tries_other_nodes_while_it_waits(ray, clock):
 )
 def test_a_worker_by_a_py_executable_has_90_s_after_what_is_installed(runtime_env, limit_s):
     assert own_python_s(role("main")._replace(runtime_env=runtime_env)) == limit_s
+
+
+def test_a_worker_that_never_comes_up_by_its_py_executable_ends_the_group(monkeypatch):
+    never = role("main")._replace(runtime_env={"py_executable": "/opt/python"})
+    made = driver.GroupDriver.__new__(driver.GroupDriver)
+    handle = ReplicaHandle(("main", 0), never, node(1), "tag", "dir")
+    made._group = Group({("main", 0): Replica("main", 0, False, handle=handle)}, Phase.PREPARING)
+    made._runner, made._ray = None, types.SimpleNamespace(nodes=list)
+    made._actors = types.SimpleNamespace(answers=list)
+    made._watch_at, made._tell_at, made._placed_at = 0.0, float("inf"), -100.0
+    monkeypatch.setattr(driver, "is_cancelled", lambda runner: False)
+    monkeypatch.setattr(driver, "nodes_of", lambda rows: [node(1)])
+    monkeypatch.setattr(driver.GroupDriver, "_show", lambda self: None)
+    made._turn()
+    assert made._group.phase is Phase.OVER
+    assert made._group.outcome.cause is Reason.RUNTIME_ENV
+    assert "node host1 (10.0.0.1) has come up by py_exec" in made._group.outcome.words
