@@ -112,7 +112,7 @@ class Archive:
 
 def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
     """The user's code, as the packager delivers it."""
-    kind = type(packager).__name__
+    what = f"The code, {described(packager)},"
     root = Path(tempfile.mkdtemp(prefix="nemo_run_ray_code_")).resolve()
     try:
         delivered = _run(packager, folder, name)
@@ -127,6 +127,8 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         refused = [name for name in links if not paths[name].resolve().is_relative_to(root)]
         if refused:
             raise ValueError(f"links lead out of what it packed: {', '.join(refused[:5])}")
+        if MANIFEST in paths:
+            raise ValueError(f"the name {MANIFEST} is this package's own; rename that file")
         if not files:
             raise ValueError("it packed no file; its pattern may match nothing")
         manifest = {
@@ -135,14 +137,13 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         }
         entries = [Entry(MANIFEST, json.dumps(manifest, sort_keys=True).encode())]
         entries += [Entry(name, paths[name]) for name in files]
-        what = f"The code, {described(packager)},"
         archive = Archive(what, entries, _digest(entries), frozenset([*files, *links]))
     except BaseException as error:
         shutil.rmtree(root, ignore_errors=True)
         if isinstance(error, NemoRunRayError) or not isinstance(error, Exception):
             raise
         raise PackagingFailed(  # a packager is the user's code, and may raise anything
-            f"The packager {kind} failed in {Path.cwd()}: {_reason(error)}. Nothing was sent. "
+            f"{what} cannot be sent from {Path.cwd()}: {_reason(error)}. Nothing was sent. "
             "Correct the packager's fields or the folder that it packs, or take another packager, "
             "such as FolderPackager(…, exclude=[…])."
         ) from error
@@ -289,11 +290,12 @@ def _folder(root: Path, prefix: str, wanted: Callable[[Path], bool]) -> Iterator
 def _digest(entries: Sequence[Entry]) -> str:
     digest = hashlib.sha256()
     for entry in entries:
-        # Ray leaves such files out, without an error, when it unpacks an archive.
-        if "\\" in entry.name or ntpath.splitdrive(entry.name)[0]:
+        # Ray leaves the first two out, without an error, when it unpacks an archive.
+        is_utf_8 = not re.search("[\ud800-\udfff]", entry.name)
+        if "\\" in entry.name or ntpath.splitdrive(entry.name)[0] or not is_utf_8:
             raise PackagingFailed(
-                f"The file {entry.name!r} cannot be sent: its name has a backslash, or begins like "
-                "a drive. Nothing was sent. Rename it, or leave it out."
+                f"The file {entry.name!r} cannot be sent: its name has a backslash, begins like a "
+                "drive, or is no UTF-8. Nothing was sent. Rename it, or leave it out."
             )
         digest.update(f"{entry.name}\0{entry.mode:o}\0{entry.size_bytes}\0".encode())
         with entry.open() as source:

@@ -108,7 +108,13 @@ class Batch:
                 raise ConfigError(f"The job {planned.job!r} cannot run: {problem}")
 
     def _code_archive(self, packager: Packager, is_dry: bool = False) -> Archive:
-        name = hashlib.sha256(repr(packager).encode()).hexdigest()[:12]
+        # Not its repr, which a class that is no dataclass has from its base.
+        values = (
+            type(packager).__module__,
+            type(packager).__qualname__,
+            sorted(vars(packager).items()),
+        )
+        name = hashlib.sha256(repr(values).encode()).hexdigest()[:12]
         if name not in self._code:
             # Another cluster's batch writes the same file.
             with store_of(self.exp_dir).packing, tempfile.TemporaryDirectory() as temporary:

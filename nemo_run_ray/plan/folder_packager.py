@@ -81,6 +81,7 @@ class FolderPackager(Packager):
 
         Raises:
             ConfigError: there is neither a folder nor a zip.
+            ValueError: there is nothing in it, or a name leads out of it.
             TransportError: a file cannot be read, a link leaves the folder, or it is too large.
         """
         target = os.path.join(job_dir, f"{name}.tar.gz")
@@ -88,10 +89,16 @@ class FolderPackager(Packager):
             self.check_path()
             root = Path(self.path).resolve()
             if self._is_zip:
-                entries = self._zipped()
+                entries = list(self._zipped())
             else:
                 files, _ = list_files(root, ["."], [*_SKIPPED, *self.exclude])
-                entries = read_tree(root, files, str(self))
+                entries = list(read_tree(root, files, str(self)))
+            # Before it is written: what is there already is not packed again.
+            if not entries:
+                raise ValueError("it packed no file")
+            outside = [name for name, _ in entries if ".." in name.split("/")]
+            if outside:
+                raise ValueError(f"{outside[0]!r} leads out of what it packed")
             write_tar_gz(target, entries)
         return target
 

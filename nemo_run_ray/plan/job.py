@@ -317,20 +317,30 @@ def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str
 
 def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
     """The request for people, as a dry run prints it. Secrets are named, never shown."""
-    spec, executor = planned.spec, planned.executor
-    limits = ("retries", "permanent_exit_codes", "max_in_flight", "pending_timeout_s", "time_s")
-    rows: list[tuple[str, Any]] = [
+    spec = planned.spec
+    limits = dict(vars(planned.executor))
+    rows: list[tuple[str, Any]]
+    if isinstance(spec, GroupSpec):
+        rows = [("strategy", f"{spec.strategy}, all {len(spec.roles)} role(s) at once or none")]
+        for role in spec.roles:
+            kind = "service" if role.service else "primary"
+            copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
+            rows += [("", ""), ("role", f"{role.name}, {kind}, {copies}"), *_of_role(role)]
+    elif isinstance(spec, ArraySpec):
+        limits |= spec._asdict()
+        most = "" if spec.max_failures is None else str(spec.max_failures)
+        rows = [("max_failures", most), *_of_role(spec.host)]
+    else:
+        rows = [*_of_task(spec, planned.runtime_env), *planned.reservation.items()]
+    names = ("retries", "permanent_exit_codes", "max_in_flight", "pending_timeout_s", "time_s")
+    rows = [
         ("Ray job", planned.submission_id),
         ("cluster", cluster),
-        ("after", ", ".join([*planned.after, *planned.outside])),
-        *((name, getattr(executor, name)) for name in limits),
+        ("after", (*planned.after, *planned.outside)),
+        *((name, limits[name]) for name in names),
         *(("sends", upload) for upload in uploads),
-        *planned.reservation.items(),
-        ("runtime_env", planned.runtime_env),
-        *_rows(spec),
+        *rows,
     ]
-    for role in spec.roles if isinstance(spec, GroupSpec) else ():
-        rows += [("", ""), *_rows(role)]
     return "\n".join(
         f"{title.removeprefix('entrypoint_'):<22}{_text(value)}".rstrip()
         for title, value in rows
@@ -338,16 +348,36 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
     )
 
 
-def _rows(spec: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of a spec, and of the one in it, that do not have their defaults."""
-    for name, value in spec._asdict().items():
-        if isinstance(value, (JobSpec, RoleSpec)):
-            yield from _rows(value)
-        elif name != "roles" and value != spec._field_defaults.get(name):
-            yield name, shlex.join(value) if name == "argv" else value
+def _of_role(role: RoleSpec) -> Iterator[tuple[str, Any]]:
+    yield from _of_task(role.task, role.runtime_env)
+    yield "reserves", role.resources
+    yield "label_selector", role.label_selector
+    yield "ports", {name: port or "free" for name, port in role.ports.items() if name[0] != "_"}
+    yield "restarts", role.restarts
+    yield "strategy", role.spread
+    if probe := role.ready:
+        question = {
+            "port": f"port {probe.port} takes connections",
+            "http": f"GET {probe.path} at port {probe.port} gives {probe.status}",
+        }.get(probe.kind, f"exit code 0 of {shlex.join(probe.command)}")
+        yield "ready", f"{question}; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
+
+
+def _of_task(task: JobSpec, runtime_env: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "command", shlex.join(task.argv)
+    yield "entrypoint_shell", "login" if task.login_shell else ""
+    yield from (("startup command", command) for command in task.startup)
+    yield "python", task.python
+    yield "folder", task.cwd or "a private run directory on the node"
+    yield "grace_s", task.grace_s
+    yield "runtime_env", runtime_env
+    yield from (("env", f"{name}={value}") for name, value in task.env.items())
+    yield "secrets", task.secrets
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         value = ", ".join(f"{name}={inner}" for name, inner in value.items())
-    return _CREDENTIALS.sub("***@", str(value))
+    elif isinstance(value, (list, tuple)):
+        value = ", ".join(map(str, value))
+    return _CREDENTIALS.sub("***@", str(value)).replace("\n", f"\n{'':22}")

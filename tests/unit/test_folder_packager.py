@@ -86,10 +86,19 @@ def test_a_zip(tmp_path, out):
 def test_a_zip_that_reaches_out_of_its_folder_is_refused(tmp_path, out):
     with zipfile.ZipFile(tmp_path / "bad.zip", "w") as archive:
         archive.writestr("../up.py", "x")
-    with pytest.raises(PackagingFailed, match="leads out of what it packed"):
-        code_archive(FolderPackager(str(tmp_path / "bad.zip")), out, "code")
-    with pytest.raises(PackagingFailed, match="it packed no file"):
+    for _ in range(2):  # nothing is kept that a second packing would take
+        with pytest.raises(PackagingFailed, match="leads out of what it packed"):
+            code_archive(FolderPackager(str(tmp_path / "bad.zip")), out, "code")
+    with pytest.raises(PackagingFailed, match=r"zip .*bad\.zip, cannot .*it packed no file"):
         code_archive(FolderPackager(str(tmp_path / "bad.zip"), exclude=["../up.py"]), out, "other")
+
+
+def test_an_empty_folder_is_named_with_its_variable(tmp_path, out, monkeypatch):
+    (tmp_path / "in").mkdir()
+    monkeypatch.setenv("NEMO_RUN_CODE_DIR", str(tmp_path / "in"))
+    (packager,) = planned(address="http://h:1").packagers.values()
+    with pytest.raises(PackagingFailed, match=r"/in, named by NEMO_RUN_CODE_DIR, .* no file"):
+        code_archive(packager, out, "code")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nemo_run.core.packaging.base import Packager
@@ -26,6 +27,7 @@ from nemo_run_ray.experiment.archives import (
     job_archive,
     secrets_archive,
 )
+from nemo_run_ray.experiment.submit import Batch
 from nemo_run_ray.plan.job import JobPlan
 from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, SECRETS, RunDir
 from nemo_run_ray.remote.spec import JobSpec, from_json
@@ -97,11 +99,13 @@ def test_the_same_tree_has_the_same_digest_and_bytes(pack):
     assert one.pack() == two.pack()
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "back\\slash", "1:x/y"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/../../x", "back\\slash", "1:x/y", "caf\udce9", MANIFEST]
+)
 def test_what_escapes_or_is_not_unpacked_by_ray_is_refused(pack, name):
     with pytest.raises(PackagingFailed, match="Nothing was sent") as caught:
         pack((name, b"x", 0o644))
-    assert name.replace("\\", "\\\\") in str(caught.value)
+    assert repr(name)[1:-1] in str(caught.value)
 
 
 def test_a_python_whose_tarfile_knows_no_filter(pack, monkeypatch):
@@ -129,7 +133,7 @@ def test_every_file_arrives(pack, tmp_path):
 
 @pytest.mark.parametrize("members", [[], [("folder", "", tarfile.DIRTYPE)], [_TREE[2]]])
 def test_an_archive_without_a_file_is_refused(pack, members):
-    with pytest.raises(PackagingFailed, match=r"MemberPackager failed.*packed no file"):
+    with pytest.raises(PackagingFailed, match=r"MemberPackager, cannot be sent.*packed no file"):
         pack(*members)
 
 
@@ -195,6 +199,21 @@ def test_a_packager_that_fails(tmp_path, how):
     assert ".." not in str(caught.value)
 
 
+def test_packagers_of_one_repr_are_packed_apart(tmp_path):
+    class Later(MemberPackager):
+        extra = b"1"
+
+        def package(self, path: Path, job_dir: str, name: str) -> str:
+            self.members = [("a.py", self.extra, 0o644)]
+            return super().package(path, job_dir, name)
+
+    batch = SimpleNamespace(_code={}, exp_dir=tmp_path)
+    one, two = Later(), Later()
+    two.extra = b"2"
+    assert repr(one) == repr(two)
+    assert Batch._code_archive(batch, one).uri != Batch._code_archive(batch, two).uri
+
+
 def _code_of(packager: Packager, folder: Path) -> Archive:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # invoke leaves its pipes open
@@ -238,7 +257,7 @@ def test_git_archive_packager(repository, tmp_path, monkeypatch):
 def test_git_archive_packager_without_a_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for packager in (GitArchivePackager(), GitArchivePackager(basepath=str(tmp_path))):
-        with pytest.raises(PackagingFailed, match="GitArchivePackager failed") as caught:
+        with pytest.raises(PackagingFailed, match="GitArchivePackager, cannot be sent") as caught:
             _code_of(packager, tmp_path)
         assert f"{tmp_path} is in no git repository that can be read: fatal: " in str(caught.value)
         assert "CalledProcessError" not in str(caught.value)

@@ -114,8 +114,8 @@ def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(
         "configs, scripts and specs of 1 job(s)",
         "secrets A, B, C, in an archive of their own",
     ]
-    roles = [one.split()[1] for one in lines if one.startswith("name ")]
-    assert roles == ["a", "group-1", "group-2"]
+    roles = [one.split()[1] for one in lines if one.startswith("role ")]
+    assert roles == ["a,", "group-1,", "group-2,"]
 
 
 def test_only_a_job_that_was_submitted_has_a_page(ray, unique, capsys):

@@ -295,13 +295,21 @@ Ray job               exp.job
 cluster               a cluster
 sends                 code
 sends                 configs
-num_cpus              2
-num_gpus              1
+command               python 'a b.py' '$HOME'
+startup command       source a.sh
+                      b
+startup command       c
+folder                a private run directory on the node
+grace_s               10
 runtime_env           pip=['x']
-argv                  python 'a b.py' '$HOME'
-env                   A=1, NEMO_RUN_HEAD_NODE_IP=127.0.0.1, \
-NEMO_RUN_NPROC_PER_NODE=1, NEMO_RUN_NUM_NODES=1, NEMO_RUN_NODE_RANK=0
-secrets               ('TOKEN',)"""
+env                   A=1
+env                   NEMO_RUN_HEAD_NODE_IP=127.0.0.1
+env                   NEMO_RUN_NPROC_PER_NODE=1
+env                   NEMO_RUN_NUM_NODES=1
+env                   NEMO_RUN_NODE_RANK=0
+secrets               TOKEN
+num_cpus              2
+num_gpus              1"""
 
 
 def test_the_dry_run(monkeypatch):
@@ -312,6 +320,7 @@ def test_the_dry_run(monkeypatch):
         gpus_per_node=1,
         secrets=["TOKEN"],
         runtime_env={"pip": ["x"]},
+        startup_commands=["source a.sh\nb", "c"],
     )
     assert describe(planned, "a cluster", ["code", "configs"]) == _GOLDEN
 
@@ -321,27 +330,25 @@ Ray job               exp.job
 cluster               a cluster
 sends                 code
 sends                 configs
+strategy              PACK, all 2 role(s) at once or none
 
-name                  store
-argv                  serve 'a b' '$HOME'
+role                  store, service, 1 replica(s) of 1 process(es)
+command               serve 'a b' '$HOME'
+folder                a private run directory on the node
+grace_s               10
 env                   MODE=a b
-service               True
-ports                 http=0, rpc=7000
-ready                 ProbeSpec(kind='http', port='http', path='/up', status=200, \
-command=(), interval_s=1, timeout_s=90)
-resources             memory=1024
+reserves              memory=1024
 label_selector        zone=in(a,b)
+ports                 http=free, rpc=7000
+ready                 GET /up at port http gives 200; every 1 s, at most 90 s
 
-name                  train
-argv                  python x.py
+role                  train, primary, 2 replica(s) of 4 process(es)
+command               python x.py
+folder                a private run directory on the node
 grace_s               60
-secrets               ('TOKEN',)
-replicas              2
-processes             4
-ranked                True
-ports                 _rendezvous=0
-resources             GPU=4
-runtime_env           pip=['x']"""
+runtime_env           pip=['x']
+secrets               TOKEN
+reserves              GPU=4"""
 
 
 def test_the_dry_run_of_a_group(monkeypatch):
