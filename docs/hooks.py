@@ -141,20 +141,54 @@ def states() -> str:
     return _table(("state", "meaning"), _members(status, "JobState"))
 
 
+#: The meaning of each reason; the build fails when one is missing.
+_MEANINGS = {
+    "EXIT_CODE": "The command ended with another exit code than 0.",
+    "SIGNAL": "A signal ended the command, such as SIGKILL when memory was full.",
+    "RUNTIME_ENV": "pip, uv, conda or podman failed on the node.",
+    "START_TIMEOUT": "Ray gave up the start, for lack of room or since the node was too slow.",
+    "NOT_PLACED": "There was no room within `pending_timeout_s`.",
+    "UNSCHEDULABLE": "No living node has the resources and labels, even when it is idle.",
+    "NODE_DIED": "Ray lost the node, or its own process that looks after the job.",
+    "ALLOCATION": "The Slurm job in which Ray ran is over.",
+    "NOT_STARTED": "The node could not start the command; the message says why.",
+    "NO_PROGRAM": "The command, or a program that it starts, is not on the node.",
+    "NO_MODULE": "Python on the node has no such module.",
+    "REFUSED": "Ray, or a proxy before it, does not take the request.",
+    "UNRECORDED": "The command ended while Ray's head was away, and no end record is left.",
+    "NOT_READY": "The probe of a service did not succeed within its `timeout_s`.",
+    "SERVICE_ENDED": "A service of the group ended while primaries still needed it.",
+    "CANCELLED": "A user, or a program, stopped it.",
+    "UPSTREAM": "A job that it depends on failed or was cancelled, so it never starts.",
+    "WAITS": "Jobs that it depends on have not ended.",
+    "TURN": "The dispatcher submits it next, or when `max_in_flight` allows it.",
+    "RETRY": "An attempt failed, and the next one starts soon.",
+    "UNDISPATCHED": "The Ray job that submits the jobs of the chain has ended too early.",
+    "ROOM": "Nodes could take it, and are busy.",
+    "BUILDING": "Ray prepares the packages or the image on a node.",
+    "NOT_SUBMITTED": "The program ended, or was refused, before it had submitted the job.",
+    "TAKEN": "Another run has submitted a job of the same id.",
+    "CLUSTER_GONE": "The Ray that had it was stopped or has died, and kept no end of it.",
+    "UNREACHABLE": "The dashboard does not answer, or refuses the credentials.",
+    "OTHER": "Ray gives an error that has no name here.",
+}
+
+
 def reasons() -> str:
-    """The reasons of a state, and what to do."""
+    """The reasons of a state, what they mean, and what to do."""
     from nemo_run_ray.remote.status import Reason
 
     names = {"job": "NAME", "experiment": "NAME"}
     rows = [
         (
             reason.value,
+            _MEANINGS[reason.name],
             reason.next_step.format(**names) or "Nothing: it waits.",
         )
         for reason in Reason
         if reason.value
     ]
-    return _table(("reason", "next step"), rows)
+    return _table(("reason", "meaning", "next step"), rows)
 
 
 def _members(module: Any, name: str) -> list[tuple[str, str]]:

@@ -119,10 +119,6 @@ class Reason(str, Enum):
     )
     ROOM = "waits for room"
     BUILDING = "its runtime environment is being built"
-    REBUILDING = (
-        "its runtime environment failed to build, Ray tries again",
-        "Wait for it if the network was the cause; else cancel the job and correct `runtime_env`.",
-    )
     NOT_SUBMITTED = (
         "never reached the cluster",
         "`nemo-run-ray resume {experiment}` submits it now.",
