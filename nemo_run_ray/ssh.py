@@ -9,31 +9,42 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from typing import Any
 
 import fabric
 
 from nemo_run_ray.errors import ClusterError, Unanswered
 
-#: Seconds for a new connection, between two signs of its life, and without use until it ends.
-_CONNECT_S, _KEEPALIVE_S, _UNUSED_S = 20, 10, 30
-#: Exit code of ``ssh`` itself, and what it says when nobody may log in.
+#: Seconds for a new TCP connection, until nobody can be asked any more, and between signs of life.
+_CONNECT_S, _OPEN_S, _KEEPALIVE_S = 20, 60, 10
+#: Exit code of ``ssh`` itself.
 FAILED = 255
-_REFUSALS = ("Permission denied", "Host key verification failed", "authentication failures")
+#: What it says when it is no use to try again.
+_CONFIGURATION = ("Bad configuration option", "Bad owner or permissions", "terminating,")
+_LOGIN = ("Permission denied (", "authentication failures")
+_HOST_KEY = "Host key verification failed"
+#: Ctrl-C ends neither the connection nor the one to a jump host.
+_WITHOUT_CTRL_C = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+#: Whatever the user's configuration says, a command has no terminal, and nothing beside it.
+_PLAIN = ("-T", "-oRemoteCommand=none", "-oClearAllForwardings=yes")
+#: A command makes no connection of its own.
+_SHARED = ("-oControlMaster=no", "-oProxyCommand=false", "-oProxyJump=none", "-oBatchMode=yes")
 
 
 class SSHConnection:
     """OpenSSH's connection of a NeMo-Run tunnel, which all commands share.
 
-    It is made when it is needed, again after it has broken off, and ends with this process.
+    It is made when it is needed, again after it has broken off, and ends with this process,
+    however that ends: ``cat`` at its other side reads a pipe of this process.
     """
 
     def __init__(self, tunnel: Any) -> None:
         self._name = tunnel.key
-        folder = tempfile.mkdtemp(prefix="nrr-ssh-", dir="/tmp")  # the path of a socket is short
-        self._socket = os.path.join(folder, "socket")
+        self._socket = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # the process that has made it, no fork of that
         self._lock = threading.Lock()
-        self._options = ["-S", self._socket, f"-oServerAliveInterval={_KEEPALIVE_S}"]
         self._host = ["-p", str(tunnel.port)] if tunnel.port else []
         self._host += ["-i", str(tunnel.identity)] if tunnel.identity else []
         self._host += ["--", self._name]
@@ -47,45 +58,74 @@ class SSHConnection:
             ClusterError: nobody may log in, or there is no OpenSSH.
         """
         with self._lock:
-            if not os.path.exists(self._socket):
+            process = self._process
+            if not process or process.poll() is not None or not os.path.exists(self._socket):
                 self._open()
-        return ["ssh", *self._options, "-oBatchMode=yes", *options, *self._host]
+        return ["ssh", "-S", self._socket, *_SHARED, *_PLAIN, *options, *self._host]
 
     def _open(self) -> None:
         """Make the connection; in a terminal ``ssh`` asks the user what it needs to know."""
-        batch = "no" if os.isatty(0) else "yes"
-        options = [f"-oControlPersist={_UNUSED_S}", f"-oBatchMode={batch}"]
-        options += ["-M", f"-oConnectTimeout={_CONNECT_S}"]
-        null = subprocess.DEVNULL
-        # No pipe: an older ssh keeps it open as long as the connection.
+        self.close()
+        if not shutil.which("ssh"):
+            raise ClusterError(
+                f"{self._name} cannot be reached: this machine has no program 'ssh'. Install "
+                "OpenSSH's client."
+            )
+        folder = tempfile.mkdtemp(prefix="nrr-ssh-", dir="/tmp")  # the path of a socket is short
+        self._socket, self._owner = os.path.join(folder, "socket"), os.getpid()
+        terminal = os.isatty(0)
+        options = ["-M", "-S", self._socket, "-oControlPersist=no", *_PLAIN]
+        options += [f"-oConnectTimeout={_CONNECT_S}", f"-oServerAliveInterval={_KEEPALIVE_S}"]
+        options += [f"-oBatchMode={'no' if terminal else 'yes'}"]
+        words = [*_WITHOUT_CTRL_C, "ssh", *options, *self._host, "cat"]
+        end, shown = time.monotonic() + _OPEN_S, 0
         with tempfile.TemporaryFile() as errors:
+            process = self._process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
+            )
             try:
-                words = ["ssh", *self._options, *options, *self._host, "true"]
-                code = subprocess.call(words, stdin=null, stdout=null, stderr=errors)
-            except FileNotFoundError as error:
-                raise ClusterError(
-                    f"{self._name} cannot be reached: this machine has no program 'ssh'. Install "
-                    "OpenSSH's client."
-                ) from error
-            if code == FAILED:
-                errors.seek(0)
-                raise self.error(errors.read())
+                # ssh makes it when the host has let it in.
+                while not os.path.exists(self._socket):
+                    ended = process.poll() is not None
+                    text = os.pread(errors.fileno(), 2**16, shown)
+                    if ended or (not terminal and time.monotonic() > end):
+                        raise self._error(os.pread(errors.fileno(), 2**16, 0))
+                    if terminal and text:  # such as how to give a second factor
+                        os.write(2, text)
+                        shown += len(text)
+                    time.sleep(0.02)
+            except BaseException:
+                self.close()
+                raise
 
-    def error(self, errors: bytes) -> ClusterError:
-        """The error for an ``ssh`` that failed after it had printed this."""
-        why = errors.decode(errors="replace").strip().rstrip(".")
-        if not any(refusal in why for refusal in _REFUSALS):
-            return Unanswered(f"{self._name} cannot be reached now: {why or 'ssh has ended'}.")
-        return ClusterError(
-            f"Nobody could log in as {self._name}: {why}. Try `{shlex.join(['ssh', *self._host])}` "
-            "in a shell, and give the tunnel the right user, host, port and identity."
-        )
+    def _error(self, errors: bytes) -> ClusterError:
+        """The error for a connection that failed after ``ssh`` had printed this."""
+        lines = errors.decode(errors="replace").splitlines()
+        why = " ".join(line.strip() for line in lines if not line.startswith("@")).rstrip(".")
+        shell = shlex.join(["ssh", *self._host])
+        if any(text in why for text in _CONFIGURATION):
+            return ClusterError(f"ssh refuses its configuration: {why}. Correct it.")
+        if _HOST_KEY in why:
+            return ClusterError(
+                f"The key of {self._name}, or of a jump host, is not trusted: {why}. Compare it "
+                f"with what the administrators say; `{shell}` in a shell adds an unknown one. Only "
+                "when they confirm a changed one, remove the old one by `ssh-keygen -R` first."
+            )
+        if any(text in why for text in _LOGIN):
+            return ClusterError(
+                f"Nobody could log in as {self._name}: {why}. Try `{shell}` in a shell, and give "
+                "the tunnel the right user, host, port and identity."
+            )
+        return Unanswered(f"{self._name} cannot be reached now: {why or 'ssh gave no answer'}.")
 
     def close(self) -> None:
-        if os.path.exists(self._socket):
-            words = ["ssh", *self._options, "-Oexit", *self._host]
-            subprocess.call(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        shutil.rmtree(os.path.dirname(self._socket), ignore_errors=True)
+        if self._process and self._owner == os.getpid():
+            self._process.terminate()
+            self._process.wait()
+            assert self._process.stdin
+            self._process.stdin.close()
+            shutil.rmtree(os.path.dirname(self._socket), ignore_errors=True)
+        self._process = None
 
 
 class Session(fabric.Connection):
@@ -109,4 +149,7 @@ class Session(fabric.Connection):
 
     def put(self, local: str, remote: str) -> None:
         write = shlex.join([*self._ssh.command(), f"cat > {shlex.quote(remote)}"])
-        self.local(f"{write} < {shlex.quote(local)}", hide=True)
+        done = self.local(f"{write} < {shlex.quote(local)}", hide=True, warn=True)
+        if done.failed:
+            reason = done.stderr.strip() or f"exit code {done.exited}"
+            raise ClusterError(f"{local} could not be copied to {self.host}:{remote}: {reason}")

@@ -70,13 +70,12 @@ class Login:
     def _output(self, script: str) -> bytes:
         # The shell reads all of it before it begins, and no command in it reads the rest.
         text = f"{{ printf '%s\\n' {_MARK}\n{script}\n}} < /dev/null\n".encode()
-        words = ["sh"]
-        if self.ssh is not None:
-            # Any login shell understands this, csh and fish too.
-            before = self.tunnel.pre_command
-            words = [*self.ssh.command(), f"{before} && sh" if before else "sh"]
-        pipe = subprocess.PIPE
+        words, pipe = ["sh"], subprocess.PIPE
         with self._turn:
+            if self.ssh is not None:
+                # Any login shell understands this, csh and fish too.
+                before = self.tunnel.pre_command
+                words = [*self.ssh.command(), f"{before} && sh" if before else "sh"]
             # In a session of its own it ends what it has begun, whatever Ctrl-C ends.
             process = subprocess.Popen(
                 words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -90,7 +89,8 @@ class Login:
                 raise Unanswered(f"{self.name} gave no answer within {limit_s:.0f} s.") from error
         code = process.returncode
         if self.ssh is not None and code == ssh.FAILED:
-            raise self.ssh.error(errors)
+            why = " ".join(errors.decode(errors="replace").split())
+            raise Unanswered(f"The connection to {self.name} has broken off: {why or 'no reason'}")
         if code < 0:
             raise Unanswered(f"A command on {self.name} was killed.")
         # What the start files of a login shell print comes before.
@@ -112,7 +112,7 @@ class Login:
                 with contextlib.suppress(ClusterError):
                     assert login.ssh is not None
                     subprocess.call(
-                        login.ssh.command(f"-W{host}:{port}"),
+                        login.ssh.command(f"-W[{host}]:{port}"),
                         stdin=self.request,
                         stdout=self.request,
                         stderr=subprocess.DEVNULL,

@@ -59,8 +59,8 @@ def _run(sshd: Sshd) -> str:
 #: Lines of ``known_hosts`` by which OpenSSH refuses the server, and what it says.
 _REFUSED = {
     "unknown": ("[127.0.0.2]:{port} {key}", ""),
-    "changed": ("[127.0.0.1]:{port} {other}", "HOST IDENTIFICATION HAS CHANGED"),
-    "revoked": ("[127.0.0.1]:{port} {key}\n@revoked * {key}", "REVOKED HOST KEY"),
+    "changed": ("[127.0.0.1]:{port} {other}", "has changed"),
+    "revoked": ("[127.0.0.1]:{port} {key}\n@revoked * {key}", "revoked"),
 }
 
 
@@ -76,7 +76,7 @@ def _know(sshd: Sshd, name: str, folder) -> None:
 def test_a_host_key_that_is_refused(sshd, tmp_path, name):
     assert _run(sshd) == "here\n"
     _know(sshd, name, tmp_path)
-    next_step = rf"(?s){_REFUSED[name][1]}.*Host key verification failed.*Try `ssh -p {sshd.port} "
+    next_step = rf"{_REFUSED[name][1]}.*Host key verification failed.*; `ssh -p {sshd.port} "
     with pytest.raises(ClusterError, match=next_step):
         _run(sshd)
 
@@ -123,6 +123,12 @@ def test_a_forward_leads_through_ssh_also_after_that_has_broken_off(sshd):
         assert asked() == b"hello"
         assert sshd.drop()
         wait_for(lambda: asked() == b"hello", 20)
+        child = os.fork()
+        if child == 0:
+            login.ssh.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert asked() == b"hello"
     assert asked() == b"", "nobody listens there"
     login.ssh.close()
 
