@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import pty
+import select
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,39 @@ def test_the_users_configuration_of_ssh_counts(sshd):
     assert _run(sshd) == "here\n"
 
 
+def test_a_jump_host(sshd, tmp_path):
+    """Its refusal is told; the connection outlives Ctrl-C and ends with a killed client."""
+    own = f"HostName 127.0.0.1\nPort {sshd.port}\nUser root\nIdentityFile {sshd.key}\n"
+    hosts = "".join(f"Host {name}\n{own}HostKeyAlias {name}\n" for name in ("jump", "behind"))
+    sshd.configure(f"{hosts}ProxyJump jump\nRequestTTY force\nRemoteCommand tmux")
+    key = sshd.host_key("ed25519")
+    sshd.know(f"behind {key}")
+    tunnel = 'run.SSHTunnel(host="behind", user="root", job_dir="/")'
+    code = f"""
+import os, signal, nemo_run as run
+from nemo_run_ray.clusters.slurm.login import Login
+signal.signal(signal.SIGINT, lambda *_: None)
+login = Login({tunnel})
+login.run(":")
+socket = login.ssh._socket
+os.killpg(0, signal.SIGINT)
+login.run("sleep 1")
+assert socket == login.ssh._socket
+print(socket, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert "ClusterError: The key of root@behind, or of a jump host," in done.stderr
+    sshd.know(f"behind {key}", f"jump {key}")
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run(words, stdout=out, timeout=60, start_new_session=True)
+    socket = (tmp_path / "out").read_text().strip()
+    assert socket.endswith("/socket")
+    wait_for(lambda: not processes_where(lambda _, words: socket in " ".join(words)), 10)
+    shutil.rmtree(Path(socket).parent)
+
+
 def test_without_openssh_no_host_is_trusted(sshd, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ClusterError, match=r"no program 'ssh'\. Install OpenSSH's client"):
@@ -167,6 +201,7 @@ def test_a_password_is_asked_for_in_a_terminal(sshd, tmp_path):
         os.execv(words[0], words)
     shown = ""
     while "ermission denied (" not in shown:
+        assert select.select([terminal], [], [], 60)[0], shown
         shown += os.read(terminal, 4096).decode()
         if shown.endswith("password: "):
             os.write(terminal, b"wrong\n")
