@@ -20,7 +20,7 @@ from nemo_run_ray.errors import ClusterError, Unanswered
 _CONNECT_S, _OPEN_S, _KEEPALIVE_S = 20, 60, 10
 #: Exit code of ``ssh`` itself.
 FAILED = 255
-#: What it says when it is no use to try again.
+#: Parts of its messages about failures that another try would not change.
 _CONFIGURATION = ("Bad configuration option", "Bad owner or permissions", "terminating,")
 _LOGIN = ("Permission denied (", "authentication failures")
 _HOST_KEY = "Host key verification failed"

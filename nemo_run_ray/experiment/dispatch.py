@@ -1,4 +1,4 @@
-"""Jobs that are submitted together: their plan, their status in a job table, how they are ended.
+"""Jobs that are submitted together: each once, whatever answer is lost; their plan and status.
 
 A job that the client submits itself is a plan of one job without a dispatcher. The plan of a
 dispatcher's jobs is in the experiment's folder, with all that a dispatcher needs to be started

@@ -175,7 +175,7 @@ def array(
 def _of_tasks(
     tasks: Sequence[run.Partial[Any] | run.Script], names: Sequence[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """What each task runs."""
+    """The element of each task."""
     if names is None:
         names = [_name(task) for task in tasks]
         counts = Counter(names)

@@ -1,4 +1,4 @@
-"""Entry on the cluster.
+"""Runs a job, a dispatcher or a cancel request on the cluster, in the Python that was found.
 
 ``task|group|array <job> <submission id> <nonce>`` runs one job of the archive, ``dispatch
 <submission id> <nonce>`` hands the jobs of a dispatch over, ``cancel-elements <submission id>

@@ -412,7 +412,7 @@ class RunningElement:
         return self._passed(data)
 
     def _passed(self, data: bytes) -> str:
-        """What is passed on of its output with this; no data is the output's end."""
+        """The part of its output that is passed on with this; no data is the output's end."""
         text = self._lines.take(data)
         self._last = text.rstrip().rpartition("\n")[2].strip() or self._last
         remaining = OUTPUT_MAX - self._passed_on
