@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from time import monotonic
 from typing import Any
 
 import fabric
@@ -78,7 +79,7 @@ class SSHConnection:
         options += [f"-oConnectTimeout={_CONNECT_S}", f"-oServerAliveInterval={_KEEPALIVE_S}"]
         options += [f"-oBatchMode={'no' if terminal else 'yes'}"]
         words = [*_WITHOUT_CTRL_C, "ssh", *options, *self._host, "cat"]
-        end, shown = time.monotonic() + _OPEN_S, 0
+        end, shown = monotonic() + _OPEN_S, 0
         with tempfile.TemporaryFile() as errors:
             process = self._process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
@@ -88,7 +89,7 @@ class SSHConnection:
                 while not os.path.exists(self._socket):
                     ended = process.poll() is not None
                     text = os.pread(errors.fileno(), 2**16, shown)
-                    if ended or (not terminal and time.monotonic() > end):
+                    if ended or (not terminal and monotonic() > end):
                         raise self._error(os.pread(errors.fileno(), 2**16, 0))
                     if terminal and text:  # such as how to give a second factor
                         os.write(2, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import io
@@ -18,11 +17,13 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from importlib.metadata import entry_points
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,6 +57,7 @@ from nemo_run_ray.experiment.store import (
     store_of,
     titles,
 )
+from nemo_run_ray.remote.spec import Json
 
 if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.check import CheckRow
@@ -80,7 +82,7 @@ class _Plain(Console):
 out = _Plain()
 
 
-def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], as_json: bool = False) -> None:
+def show(rows: Sequence[Json], columns: Sequence[str], as_json: bool = False) -> None:
     """Print rows: as JSON, or one line for each, however long, so that ``grep`` finds it."""
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -113,7 +115,7 @@ def _complete(incomplete: str) -> list[str]:
 
 def _complete_job(context: typer.Context, incomplete: str) -> list[str]:
     """Names of jobs of the experiment that is named before."""
-    with contextlib.suppress(NemoRunRayError):
+    with suppress(NemoRunRayError):
         jobs = find("".join(context.args[:1]))
         return [job.name for job in jobs if job.name.startswith(incomplete)]
     return []
@@ -185,7 +187,7 @@ def _reports(
     while True:
         yield report
         record(report.seen, report.snapshot, copy_s=0.0)
-        left_s = deadline - time.monotonic()
+        left_s = deadline - monotonic()
         if report.is_over or left_s <= 0:
             return
         for exp_dir in {job.record.exp_dir for job in jobs}:
@@ -211,7 +213,7 @@ def wait(
     """Wait until jobs have ended. Exit code: 0 if all have succeeded, else that of the first of
     FAILED (3), LOST (4) and CANCELLED (6) that occurred.
     """
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    deadline = math.inf if timeout is None else monotonic() + timeout
     jobs = [job for name in names for job in _jobs(name)]
     ended: set[str] = set()
     for report in _reports(jobs, observe(jobs), deadline):
@@ -425,7 +427,7 @@ def up(
     cluster: Annotated[str | None, typer.Option(help=_FILE)] = None,
 ) -> None:
     """Start the embedded Ray, or an allocation of Slurm, and keep it."""
-    size: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+    size: Json = {"num_cpus": num_cpus, "num_gpus": num_gpus}
     size = {name: value for name, value in size.items() if value is not None}
     found = cluster_of_ours(cluster)
     if size and isinstance(found, kinds.SlurmCluster):
@@ -601,7 +603,7 @@ def clusters(
         out.print(f"There are no cluster files in {folders}. `nemo-run-ray init` writes one.")
 
 
-def _row(name: str, path: str) -> dict[str, Any]:
+def _row(name: str, path: str) -> Json:
     """A cluster file in the list of all; the path of a profile is ``path/env.toml:profile``."""
     from nemo_run_ray.cluster_files.load import find, is_for_others
 
@@ -616,7 +618,7 @@ def _row(name: str, path: str) -> dict[str, Any]:
     return row | {"kind": document.format, "where": cluster.title, "pools": pools}
 
 
-def _wrong(name: str, path: str, error: ConfigError) -> dict[str, Any]:
+def _wrong(name: str, path: str, error: ConfigError) -> Json:
     first = str(error).partition("\n")[0]
     row = {"name": name, "kind": "wrong", "where": first, "pools": [], "path": path}
     return row | {"error": str(error)}

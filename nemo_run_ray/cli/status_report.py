@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Group, RenderableType
@@ -27,6 +26,7 @@ from nemo_run_ray.experiment.job import (
 )
 from nemo_run_ray.experiment.store import experiments, store_of
 from nemo_run_ray.nemo import registry
+from nemo_run_ray.remote.spec import Json
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _EXIT_CODES = {
 _NAMES_MAX = 3
 _ELEMENT_STATES = ("succeeded", "failed", "cancelled", "running", "waiting")
 #: A job, or an attempt of one, as ``status --json`` has it.
-Row = Mapping[str, Any]
+Row = Json
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StatusReport:
 
     seen: list[tuple[RemoteJob, JobStatus]]
     snapshot: Snapshot
-    rows: list[dict[str, Any]]
+    rows: list[Json]
 
     @property
     def is_over(self) -> bool:
@@ -150,7 +150,7 @@ def observe(jobs: Sequence[RemoteJob]) -> StatusReport:
     return StatusReport(seen, snapshot, [_row(*one, snapshot) for one in seen])
 
 
-def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> dict[str, Any]:
+def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> Json:
     attempts = []
     is_away = status.reason in (Reason.UNREACHABLE, Reason.CLUSTER_GONE)
     hosts = job.hosts_in(snapshot) if status.node and not is_away else {}
@@ -180,7 +180,7 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> dict[str, Any
     }
 
 
-def experiment_rows(everything: bool, now: float) -> list[dict[str, Any]]:
+def experiment_rows(everything: bool, now: float) -> list[Json]:
     """The experiments of this home, the newest first.
 
     Args:

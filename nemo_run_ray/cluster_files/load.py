@@ -32,6 +32,7 @@ from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError, NoClusterFile
 from nemo_run_ray.fields import credentials_in, is_credential_name, meant, nearest
 from nemo_run_ray.remote.files import why_untrusted
+from nemo_run_ray.remote.spec import Json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -84,7 +85,7 @@ class Document:
     """
 
     path: Path
-    values: dict[str, Any]
+    values: Json
     sources: dict[KeyPath, str] = field(default_factory=dict)
     format: str = FORMAT
     ignored: tuple[Ignored, ...] = ()

@@ -32,6 +32,7 @@ from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster, Sideca
 from nemo_run_ray.errors import ConfigError, NoClusterFile, as_markup
 from nemo_run_ray.executor import FILE_VARIABLES, RayExecutor, cluster_of_roles
 from nemo_run_ray.fields import PortProbe, meant
+from nemo_run_ray.remote.spec import Json
 
 #: Fields with values by name: each name is looked for in the code, the pool, the defaults.
 _JOINED = ("env_vars", "label_selector", "resources_per_node", "runtime_env", "ports")
@@ -198,7 +199,7 @@ def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
 # ---------------------------------------------------------------------- fields
 
 
-def values_of(executor: RayExecutor, document: Document) -> dict[str, Any]:
+def values_of(executor: RayExecutor, document: Document) -> Json:
     """The fields of the executor that the file changes, without the variables of its ``env``.
 
     Raises:
@@ -216,7 +217,7 @@ def values_of(executor: RayExecutor, document: Document) -> dict[str, Any]:
     image = next((image for image in images if image is not None), None)
     below = [_of_image(image, document), of_file, of_pool]
     plain = RayExecutor()
-    values: dict[str, Any] = {}
+    values: Json = {}
     for name in _DEFAULTS:
         layers = [layer[name] for layer in below if name in layer]
         value = getattr(executor, name)
@@ -241,7 +242,7 @@ def check_fields_of(document: Document) -> Document:
     return document
 
 
-def fields_of(document: Document, pool: str | None = None) -> dict[str, Any]:
+def fields_of(document: Document, pool: str | None = None) -> Json:
     """The executor's fields that the file's defaults, or a pool, give.
 
     Raises:
@@ -284,7 +285,7 @@ def _packager(value: Any) -> Packager:
 # ---------------------------------------------------------------------- images
 
 
-def _of_image(image: str | None, document: Document) -> dict[str, Any]:
+def _of_image(image: str | None, document: Document) -> Json:
     """The fields by which a task gets its image on this cluster.
 
     Raises:

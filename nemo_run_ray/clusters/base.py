@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from nemo_run.config import ConfigurableMixin
 
 from nemo_run_ray.errors import ConfigError
+from nemo_run_ray.remote.spec import Json
 
 if TYPE_CHECKING:
     from nemo_run_ray.remote.spec import JobRows
@@ -124,7 +125,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
         self,
         dispatcher: str,
         ids: Sequence[str],
-        body: dict[str, Any],
+        body: Json,
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
         """Keep what a dispatch needs to continue in the next allocation, if there may be one.
@@ -137,11 +138,11 @@ class Cluster(ConfigurableMixin, abc.ABC):
         return None
 
     @abc.abstractmethod
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         """Plain values from which a later process can make this object. No credentials."""
 
     @classmethod
-    def of_record(cls, values: dict[str, Any]) -> Cluster:
+    def of_record(cls, values: Json) -> Cluster:
         """The object that ``record`` was called on, of its values without the kind."""
         return cls(**values)
 
@@ -150,7 +151,7 @@ class Cluster(ConfigurableMixin, abc.ABC):
         return None
 
 
-def from_record(record: dict[str, Any]) -> Cluster:
+def from_record(record: Json) -> Cluster:
     """Inverse of ``Cluster.record``.
 
     Raises:

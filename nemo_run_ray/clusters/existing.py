@@ -8,12 +8,13 @@ import re
 import warnings
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from nemo_run_ray.clusters.base import TOKEN_PLACES, Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import CONTROL, is_credential_name, strict_init
+from nemo_run_ray.remote.spec import Json
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
@@ -124,7 +125,7 @@ class ExistingCluster(Cluster):
     def find(self) -> Dashboard | None:
         return self.connect()
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         return {"kind": self.kind, **vars(self)}
 
     def _token(self) -> str | None:

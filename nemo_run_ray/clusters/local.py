@@ -19,7 +19,6 @@ process to leave stops the cluster, unless it is kept or a job still runs.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import hashlib
 import json
@@ -35,9 +34,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, ClassVar
 
 from nemo_run.config import get_nemorun_home
@@ -67,7 +68,7 @@ from nemo_run_ray.remote.files import (
 from nemo_run_ray.remote.local_watch import is_running, process_identity
 from nemo_run_ray.remote.node.output import copy_end
 from nemo_run_ray.remote.node.supervise import descendants, kill, marked
-from nemo_run_ray.remote.spec import job_rows, rows_in
+from nemo_run_ray.remote.spec import Json, job_rows, rows_in
 from nemo_run_ray.remote.status import is_active
 
 #: Ray's own folder in that of the cluster.
@@ -180,7 +181,7 @@ class LocalCluster(Cluster):
         state = self._read()
         return None if state is None else self._dashboard(state)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         return {"kind": self.kind, "state_dir": str(self._path)}
 
     def driver_environment(self) -> dict[str, str]:
@@ -234,7 +235,7 @@ class LocalCluster(Cluster):
 
     def _start(self, tries: int = _STARTS) -> LocalState:
         """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
-        began = time.monotonic()
+        began = monotonic()
         folder = tempfile.gettempdir()
         if len(os.fsencode(folder)) > _TEMP_MAX_BYTES:
             folder = "/tmp"
@@ -282,7 +283,7 @@ class LocalCluster(Cluster):
             )
             return state
         except BaseException as error:
-            is_slow = _SLOW_S <= time.monotonic() - began < _START_LIMIT_S
+            is_slow = _SLOW_S <= monotonic() - began < _START_LIMIT_S
             self._stop(state)
             if tries == 1 or not is_slow or not isinstance(error, ClusterError):
                 raise
@@ -291,14 +292,14 @@ class LocalCluster(Cluster):
 
     def _await_node(self, state: LocalState) -> None:
         """Wait for a node: the dashboard may answer for long before one can run a job."""
-        deadline = time.monotonic() + _START_LIMIT_S
+        deadline = monotonic() + _START_LIMIT_S
         while state.is_alive:
-            with contextlib.suppress(Unanswered):
+            with suppress(Unanswered):
                 dashboard = self._client(state)
                 if dashboard.alive_nodes():
                     dashboard.table()
                     return
-            if time.monotonic() >= deadline:
+            if monotonic() >= deadline:
                 raise ClusterError(
                     f"No node joined the embedded Ray at {state.url} within {_START_LIMIT_S:.0f} "
                     f"s. {_end_of_log(self._log)}"
@@ -311,7 +312,7 @@ class LocalCluster(Cluster):
             f"{_end_of_log(self._log)}"
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def _usable(self) -> Iterator[None]:
         """Raise a ConfigError for a full disk, or another user's file or folder."""
         try:
@@ -326,7 +327,7 @@ class LocalCluster(Cluster):
                 "may write to."
             ) from error
 
-    @contextlib.contextmanager
+    @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the folder alone, among all processes."""
         from filelock import FileLock, Timeout
@@ -363,7 +364,7 @@ class LocalCluster(Cluster):
 
     def _read_any(self) -> LocalState | None:
         # Without a file, or with another program's, no process has joined one.
-        with self._usable(), contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        with self._usable(), suppress(FileNotFoundError, ValueError, TypeError):
             given = dict(json.loads((self._path / "state.json").read_text(encoding="utf-8")))
             # Another version of this package may have written it.
             known = LocalState.__dataclass_fields__
@@ -405,7 +406,7 @@ class LocalCluster(Cluster):
     def archive(self, session: str = "") -> ClusterArchive | None:
         """The archive of a session; an empty name is the last one, unless it was stopped."""
         folder = self._path / "archive" / session
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             reason, rows = (folder / "reason").read_text(encoding="utf-8"), folder / "jobs.json"
             text = rows.read_text(encoding="utf-8") if rows.exists() else ""
             return ClusterArchive(reason, rows_in(text), _logs_in(folder))
@@ -434,19 +435,19 @@ class LocalCluster(Cluster):
             family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
         mark = f"{EMBEDDED}={state.root}".encode()
-        deadline = time.monotonic() + 20.0
+        deadline = monotonic() + 20.0
         while pids := {
             *marked(mark),
             *(pid for pid, born in family.items() if is_running(pid, born)),
         }:
-            if time.monotonic() > deadline or not state.is_alive:
+            if monotonic() > deadline or not state.is_alive:
                 for pid in pids:
                     kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         if state.pid:
-            with contextlib.suppress(ChildProcessError):  # another process has started it
+            with suppress(ChildProcessError):  # another process has started it
                 os.waitpid(state.pid, os.WNOHANG)
-        with contextlib.suppress(OSError):  # on a full disk: the next start must not fail for it
+        with suppress(OSError):  # on a full disk: the next start must not fail for it
             self._archive(state, has_died, jobs)
         if Path(state.root, MARKER).exists():
             # Environments of packages make 100,000 files of it, which nobody should wait for.
@@ -505,7 +506,7 @@ def _free_ports() -> list[int]:
     """
     ports: list[int] = []
     for port in random.sample(range(20000, 32768), 100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
+        with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             ports.append(port)
     return ports

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
@@ -12,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import closing, contextmanager, suppress
+from time import monotonic
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -67,16 +68,16 @@ class Cached(Generic[_T]):
 
     def get(self, fresh: bool = False) -> _T:
         """The answer; a fresh one was asked for after this call. Threads share a request."""
-        oldest = time.monotonic() - (0.0 if fresh else self._age_s)
+        oldest = monotonic() - (0.0 if fresh else self._age_s)
         with self._lock:
             if self._asked_at < oldest:
-                self._asked_at = time.monotonic()
+                self._asked_at = monotonic()
                 self._answer = Future()
                 try:
                     self._answer.set_result(self._ask())
                 except NemoRunRayError as error:
                     self._answer.set_exception(error)
-                    self._asked_at = time.monotonic()  # it may have taken long to fail
+                    self._asked_at = monotonic()  # it may have taken long to fail
                 except BaseException:  # Ctrl-C is no answer for the next caller
                     self.forget()
                     raise
@@ -129,7 +130,7 @@ class Http:
             raise self.not_ray(response)
         return response
 
-    @contextlib.contextmanager
+    @contextmanager
     def answer(
         self, method: str, path: str, limit_s: float, is_stream: bool = False, **content: Any
     ) -> Iterator[httpx.Response]:
@@ -179,12 +180,12 @@ class Http:
             threading.Thread(target=work, name=f"{method} {path}", daemon=True).start()
         except RuntimeError:  # from Python 3.12 on there is none when the program ends
             work()
-        deadline = time.monotonic() + limit_s
+        deadline = monotonic() + limit_s
         try:
             while not answer.done():
                 pause(0, f"the answer of {self.dashboard.url} to {method} {path}")
                 wait([answer], _NOTICE_S)
-                if time.monotonic() > deadline and not answer.done():
+                if monotonic() > deadline and not answer.done():
                     raise httpx.ReadTimeout(f"timed out after {limit_s:g} s")
             yield answer.result()
         finally:
@@ -258,7 +259,7 @@ def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
     The pauses grow and differ, so that many clients do not ask at the same moments. When it takes
     long, one line says what is waited for, and the last trouble.
     """
-    deadline, most_s, trouble = time.monotonic() + patience_s, 0.2, ""
+    deadline, most_s, trouble = monotonic() + patience_s, 0.2, ""
 
     def say() -> None:
         log.warning("%s", f"Waiting for {what} since {SAY_S:.0f} s. {trouble}".rstrip())
@@ -266,7 +267,7 @@ def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
     timer = threading.Timer(SAY_S, say)
     timer.daemon = True
     if what and patience_s > 0:
-        with contextlib.suppress(RuntimeError):  # none can be started when the program ends
+        with suppress(RuntimeError):  # none can be started when the program ends
             timer.start()
     try:
         while True:
@@ -275,7 +276,7 @@ def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
             except Unanswered as error:
                 trouble = str(error)
                 pause_s = random.uniform(0, most_s)
-                if time.monotonic() + pause_s >= deadline:
+                if monotonic() + pause_s >= deadline:
                     raise
             pause(pause_s)
             most_s = min(2 * most_s, 3.0)
@@ -298,7 +299,7 @@ def pause(seconds: float, what: str = "the cluster's next answer") -> None:
 def _whole(response: httpx.Response) -> httpx.Response:
     """An answer with its content, if it is not too large."""
     content = bytearray()
-    with contextlib.closing(response):
+    with closing(response):
         for piece in response.iter_raw():
             content += piece
             if len(content) > ANSWER_MAX_BYTES:

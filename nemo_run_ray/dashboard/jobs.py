@@ -12,12 +12,12 @@ continues in the agent for ever when its reader is gone (Ray 2.60).
 from __future__ import annotations
 
 import codecs
-import contextlib
 import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
@@ -43,7 +43,7 @@ from nemo_run_ray.errors import (
 from nemo_run_ray.remote.dashboard import LOG_FILE, is_passing, last_line, log_query, refuses_job
 from nemo_run_ray.remote.end_record import LostEnds
 from nemo_run_ray.remote.fit import Node
-from nemo_run_ray.remote.spec import JobRow, JobRows, job_row, job_rows
+from nemo_run_ray.remote.spec import JobRow, JobRows, Json, job_row, job_rows
 from nemo_run_ray.remote.status import JobState, is_active, is_pending, state_of_row
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
@@ -147,7 +147,7 @@ class JobsApi:
 
         return repeat(ask, patience_s)
 
-    def post(self, body: dict[str, Any]) -> None:
+    def post(self, body: Json) -> None:
         """Ask for a job, once.
 
         Raises:
@@ -214,7 +214,7 @@ class JobsApi:
             "entrypoint": "true",
             "entrypoint_label_selector": _REFUSED_LABEL,
         }
-        with contextlib.suppress(ClusterError):
+        with suppress(ClusterError):
             if "Invalid label" in self._http.request("POST", "/api/jobs/", SLOW_S, json=body).text:
                 self._woken_at = now
         return True
@@ -408,7 +408,7 @@ def inspect(dashboard: Dashboard) -> Inspection:
     rows = None
     try:
         ray_version = version.result()["ray_version"]
-        with contextlib.suppress(Unreachable):  # a table that comes too late is no absent cluster
+        with suppress(Unreachable):  # a table that comes too late is no absent cluster
             rows = table.result()
     except Unauthorised as error:
         return Inspection(dashboard.url, unauthorised=str(error))

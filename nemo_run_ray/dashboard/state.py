@@ -6,12 +6,12 @@ placement group use what the group reserves, so only the group's bundles count.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
 from nemo_run_ray.errors import ClusterError
 from nemo_run_ray.fields import brings_python
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
-from nemo_run_ray.remote.fit import Node
-from nemo_run_ray.remote.spec import JobRow, fits, status_file_name
+from nemo_run_ray.remote.fit import Amounts, Node
+from nemo_run_ray.remote.spec import JobRow, Json, fits, status_file_name
 from nemo_run_ray.remote.status import JobStatus, Reason, cause_of, file_of
 
 #: Seconds until an answer must have come that a status can do without, and of those that explain
@@ -56,8 +56,8 @@ _GROUP = {
     "creator_job_id": str,
     "bundles": [{"node_id": str, "unit_resources": dict[str, float]}],
 }
-_TABLE = {"data": {"result": {"result": list[dict[str, Any]]}}}
-_Rows = Iterable[Mapping[str, Any]]
+_TABLE = {"data": {"result": {"result": list[Json]}}}
+_Rows = Iterable[Json]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Holding:
     submission_id: str
     #: Ray's number of the program that made it.
     job_id: str
-    resources: Mapping[str, float]
+    resources: Amounts
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def holdings_of(actors: _Rows, groups: _Rows, tasks: _Rows) -> list[Holding]:
     return held
 
 
-def _amounts(given: Mapping[str, float]) -> dict[str, float]:
+def _amounts(given: Amounts) -> dict[str, float]:
     return {name: amount for name, amount in given.items() if not _HIDDEN.match(name)}
 
 
@@ -155,14 +155,14 @@ class StateApi:
     def log_end(self, node: str, submission_id: str) -> str | None:
         """The end of a job's log; ``None`` when it cannot be had now."""
         query = {**log_query(node, submission_id, LINES), "timeout": str(ANSWER_S)}
-        with contextlib.suppress(ClusterError):
+        with suppress(ClusterError):
             return self._log(query, 2.0 * ANSWER_S) or None
         return None
 
     def rows(self, node: str, submission_id: str) -> Any:
         """The report of the driver of a group or of an array; ``None`` when there is none."""
         text = self._log(_file_query(node, status_file_name(submission_id)))
-        with contextlib.suppress(ValueError, RecursionError):  # Ray's own words, without a file
+        with suppress(ValueError, RecursionError):  # Ray's own words, without a file
             return json.loads(text)
         return None
 
@@ -187,7 +187,7 @@ class StateApi:
             detail = f"Ray failed to build its runtime environment {node}: {why}"
         return replace(status, reason=reason, detail=detail)
 
-    def _ask_builds(self) -> list[dict[str, Any]]:
+    def _ask_builds(self) -> list[Json]:
         """Ray's rows of runtime environments that are being built, or could not be; last first."""
         shape = {"runtime_env": dict, "node_id": str}
         rows = self._rows("runtime_envs", _EXPLAIN_S) or []
@@ -210,21 +210,21 @@ class StateApi:
 
     def python(self) -> str:
         """The version of the head's Python; empty when the cluster does not say."""
-        with contextlib.suppress(ClusterError, *MALFORMED):
+        with suppress(ClusterError, *MALFORMED):
             answer = self._http.request("GET", "/api/v0/cluster_metadata", _EXPLAIN_S)
             return str(answer.json()["data"]["pythonVersion"])
         return ""
 
-    def _rows(self, table: str, limit_s: float, state: str = "") -> list[dict[str, Any]] | None:
+    def _rows(self, table: str, limit_s: float, state: str = "") -> list[Json] | None:
         """The rows of a table, of one state if that is given; ``None`` without an answer of Ray."""
         query = {"limit": _ROWS_MAX, "timeout": "3", "detail": "true"}
         if state:
             query |= {"filter_keys": "state", "filter_predicates": "=", "filter_values": state}
-        with contextlib.suppress(ClusterError, ValueError, RecursionError):
+        with suppress(ClusterError, ValueError, RecursionError):
             answer = self._http.request("GET", f"/api/v0/{table}", limit_s, params=query)
             content = answer.json()
             if answer.status_code == 200 and fits(content, _TABLE):
-                rows: list[dict[str, Any]] = content["data"]["result"]["result"]
+                rows: list[Json] = content["data"]["result"]["result"]
                 return rows
         return None
 
@@ -237,7 +237,7 @@ def _file_query(node: str, name: str) -> dict[str, str]:
     return {"node_id": node, "filename": name, "lines": "-1", "media_type": "file"}
 
 
-def _key(runtime_env: Mapping[str, Any]) -> list[Any]:
+def _key(runtime_env: Json) -> list[Any]:
     """The fields that make an environment differ from others, also of the same experiment.
 
     Ray writes a list of packages as a dict, with fields that the user did not give.

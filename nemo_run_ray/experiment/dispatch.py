@@ -12,7 +12,6 @@ again, by any client::
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -20,8 +19,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_run_ray.clusters import from_record
@@ -55,6 +56,7 @@ from nemo_run_ray.remote.spec import (
     DispatchedJobSpec,
     DispatchSpec,
     JobRows,
+    Json,
     from_json,
     nonce_of,
     to_json,
@@ -297,7 +299,7 @@ def dispatches_of(exp_dir: Path) -> list[Dispatch]:
 OUTCOME_S = 180.0
 
 
-def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: dict[str, Any]) -> None:
+def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: Json) -> None:
     """Write a job's intent down, post it so that exactly one comes of it, and note the outcome.
 
     After an error the job is looked for before anything else is decided. A repeated request cannot
@@ -342,7 +344,7 @@ def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: dict[str, Any]
     ledger.note(SUBMITTED, name)
 
 
-def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) -> str:
+def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: Json) -> str:
     """Start a dispatcher, whether there was one before or not; its submission id."""
     # Few clients start a dispatcher.
     from nemo_run_ray.experiment.archives import secrets_archive
@@ -352,7 +354,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
     spec, folder, nonce = dispatch.spec, dispatch.folder, dispatch.spec.nonce
     name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
     try:
-        start: dict[str, Any] = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
+        start: Json = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
         packages = list(start["archives"])
         for saved in packages:
             if not api.has_package(saved):
@@ -369,7 +371,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
         api.put_package(archive.name, archive.pack())
         packages.append(archive.name)
 
-    def body(submission_id: str, argument: str) -> dict[str, Any]:
+    def body(submission_id: str, argument: str) -> Json:
         return {
             "submission_id": submission_id,
             "entrypoint": dispatcher_entrypoint(start["pythons"], argument, nonce),
@@ -385,7 +387,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: dict[str, Any]) 
             body(dispatch.id, SUBMISSION_ID),
             lambda: {saved: (folder / saved).read_bytes() for saved in packages},
         )
-    values: dict[str, Any] = {"job": DISPATCHER, "dispatcher": dispatch.id, "is_dispatcher": True}
+    values: Json = {"job": DISPATCHER, "dispatcher": dispatch.id, "is_dispatcher": True}
     values |= {"cluster": cluster, "session": spec.session, "nonce": nonce}
     submit_once(dispatch.exp_dir, (INTENT, name, values), api, body(name, name))
     return name
@@ -437,10 +439,10 @@ def tend(exp_dir: Path) -> None:
     A dispatcher that has died is started again, what a cancelled job has left is stopped, and Ray's
     job manager is woken when a head has died. Only jobs of that experiment are touched.
     """
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         records = [one for one in store_of(exp_dir).ledger.jobs().values() if not one.terminal]
         for cluster in {repr(one.cluster): one.cluster for one in records}.values():
-            with contextlib.suppress(NemoRunRayError):
+            with suppress(NemoRunRayError):
                 dashboard = from_record(cluster).find()
                 if dashboard is not None:
                     here = [one for one in records if one.cluster == cluster]
@@ -477,9 +479,9 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
         if is_young or found.lost or found.is_dispatched or found.decision.is_over:
             continue
         with store_of(record.exp_dir).lock:
-            if time.monotonic() < dispatch.revive_at or dispatch.revivals >= _REVIVALS_MAX:
+            if monotonic() < dispatch.revive_at or dispatch.revivals >= _REVIVALS_MAX:
                 continue
-            dispatch.revive_at = time.monotonic() + _REVIVE_AGAIN_S
+            dispatch.revive_at = monotonic() + _REVIVE_AGAIN_S
         try:
             outcome = resume(dispatch)
             if not outcome.startswith(_STARTED):
@@ -499,10 +501,10 @@ _STEP_S = 0.2
 
 def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
     """Take one step after the other until one returns something, and return that."""
-    began = time.monotonic()
+    began = monotonic()
     trouble: Unanswered | None = None
     has_answered = False
-    while time.monotonic() < began + (limit_s if has_answered else min(limit_s, _AWAY_S)):
+    while monotonic() < began + (limit_s if has_answered else min(limit_s, _AWAY_S)):
         try:
             result = step()
             if result is not None:
@@ -526,12 +528,12 @@ class StopRequests:
     """The requests to stop jobs that one cancellation has sent."""
 
     def __init__(self) -> None:
-        self._began_at = time.monotonic()
+        self._began_at = monotonic()
         self._asked_at: dict[str, float] = {}
 
     def ask(self, api: JobsApi, submission_id: str) -> None:
         """Ask Ray to stop it, unless it was asked a moment ago."""
-        now = time.monotonic()
+        now = monotonic()
         if now - self._asked_at.get(submission_id, -STOP_AGAIN_S) >= STOP_AGAIN_S:
             api.stop(submission_id)
             self._asked_at[submission_id] = now
@@ -544,5 +546,5 @@ class StopRequests:
 
 def claim(api: JobsApi, submission_id: str, nonce: str) -> None:
     """Take an id, so that no process can start it any more, unless it is taken already."""
-    with contextlib.suppress(Taken):  # an attempt that began now, or a claim: look again
+    with suppress(Taken):  # an attempt that began now, or a claim: look again
         api.post(claim_body(submission_id, nonce, CANCELLED))

@@ -7,7 +7,6 @@ folder what was seen.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -19,10 +18,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 from nemo_run.config import SCRIPTS_DIR, get_nemorun_home
@@ -89,6 +90,7 @@ from nemo_run_ray.remote.spec import (
     GroupRows,
     JobRow,
     JobRows,
+    Json,
     fits,
     nonce_of,
 )
@@ -160,7 +162,7 @@ class Element:
     #: Cause of its failure, in words.
     reason: str
     #: Its own, by field, where the experiment's folder has them.
-    values: Mapping[str, Any]
+    values: Json
 
 
 class RemoteJob:
@@ -229,7 +231,7 @@ class RemoteJob:
         if self.record.terminal:
             return self.record.attempts
         seen = {}
-        with contextlib.suppress(NemoRunRayError):  # the cluster is away: its status says so
+        with suppress(NemoRunRayError):  # the cluster is away: its status says so
             api = self._api()
             if api is not None:
                 attempts = self.dispatch.look(api, snapshot).attempts[self.id]
@@ -244,7 +246,7 @@ class RemoteJob:
 
     def hosts_in(self, snapshot: Snapshot) -> Mapping[str, str]:
         """The names of its cluster's nodes by their ids; empty when the cluster does not say."""
-        with contextlib.suppress(NemoRunRayError):  # its status says why the cluster is away
+        with suppress(NemoRunRayError):  # its status says why the cluster is away
             api = self._api()
             return {} if api is None else snapshot.once(api, "hosts", api.state.hosts)
         return {}
@@ -356,17 +358,17 @@ class RemoteJob:
                 f"The timeout_s of a wait is {timeout_s!r}; allowed is a number of seconds "
                 "from 0, or None to wait as long as it takes."
             )
-        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        deadline = monotonic() + (math.inf if timeout_s is None else timeout_s)
         while True:
             snapshot = Snapshot()
             status = self.status_in(snapshot)
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = max(0.0, deadline - monotonic())
             record([(self, status)], snapshot, copy_s=min(left_s, threading.TIMEOUT_MAX))
             if status.state.is_terminal:
                 return status
             if self.never_starts(status):
                 raise JobError(f"The job {self.id} will not start. {status.message}")
-            if time.monotonic() >= deadline:
+            if monotonic() >= deadline:
                 raise StillRunning(
                     f"The job {self.id} is {status.state.value} after {timeout_s:.0f} s; it "
                     "continues. Wait again, or cancel it."
@@ -455,7 +457,7 @@ class RemoteJob:
         if self.kept.file(_ROWS).exists():
             found = json.loads(self.kept.file(_ROWS).read_text(encoding="utf-8"))
         elif status.node and status.reason not in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
-            with contextlib.suppress(NemoRunRayError):  # a node may be known all the same
+            with suppress(NemoRunRayError):  # a node may be known all the same
                 found = self.api().state.rows(status.node, self.ran_as(status))
         return found if fits(found, kind) else None
 
@@ -597,7 +599,7 @@ class RemoteJob:
             "runtime_env": {"py_modules": [package.uri]},
             "metadata": {NONCE_KEY: nonce, "nemo_run_job": f"{KIND} of {self.name}"},
         }
-        with contextlib.suppress(Unanswered):  # the table says whether it has arrived
+        with suppress(Unanswered):  # the table says whether it has arrived
             api.post(body)
 
         def is_taken() -> bool | None:
@@ -629,7 +631,7 @@ class RemoteJob:
             # It was taken when the job was over, and its last processes may write a moment later:
             # it counts where the cluster has the attempt that it ends with no more.
             row = None
-            with contextlib.suppress(NemoRunRayError):
+            with suppress(NemoRunRayError):
                 row = self.api().job(self.ran_as(self.look(Snapshot())))
             if row is None or nonce_of(row) not in self.record.nonces:
                 yield from self.saved_log()
@@ -675,11 +677,11 @@ class RemoteJob:
                 self.kept.keep(STATES_FILE, "\n".join([*states, ""]))  # last: with it, all is kept
         if not self.misses_log:
             return
-        deadline = time.monotonic() + COPY_S
+        deadline = monotonic() + COPY_S
 
         def in_time(texts: Iterator[str]) -> Iterator[str]:
             for text in texts:
-                if time.monotonic() > deadline:
+                if monotonic() > deadline:
                     raise JobError("it did not arrive in time.")
                 yield text
 
@@ -711,7 +713,7 @@ class RemoteJob:
             is_over = JobState(attempt.state).is_terminal
             if not is_over or not attempt.node or attempt.running_at is not None:
                 continue
-            with contextlib.suppress(NemoRunRayError):
+            with suppress(NemoRunRayError):
                 api, lines = self._api(), list[str]()
                 if api is not None:
                     lines = api.state.last_lines(attempt.node, name, _LAST_LINES)
@@ -801,7 +803,7 @@ def indices_of(selection: str, count: int, name: str) -> set[int]:
     return indices
 
 
-def values_of(folder: Path, wanted: set[int]) -> dict[int, dict[str, Any]]:
+def values_of(folder: Path, wanted: set[int]) -> dict[int, Json]:
     """The values of elements from the file that was sent, if the folder of the job still has it."""
     for path in sorted((folder / SCRIPTS_DIR).glob("*")):
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -831,7 +833,7 @@ def failure_lines(array: ArrayRows) -> list[str]:
 def _json_rows(lines: Iterable[str], shape: Any) -> Iterator[list[Any]]:
     """The lines that are JSON of this shape; the last one may be half written."""
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             row = json.loads(line)
             if fits(row, shape):
                 yield row
@@ -972,7 +974,7 @@ def find(name: str) -> list[RemoteJob]:
     """See ``nemo_run_ray.find``."""
     if not isinstance(name, str):
         raise JobError(f"A job is found by the name of an experiment or its own, not by {name!r}.")
-    with contextlib.suppress(JobError):
+    with suppress(JobError):
         return [find_job(name.rpartition("/")[2])]
     folder = find_experiment(name)
     if folder is None:
@@ -1023,7 +1025,7 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
         is_over = all(job.status_in(snapshot).state.is_terminal for job in given)
         if len(given) == len(dispatch.spec.jobs) > 1 and not is_over:
             # One claim for all that have not started; else they are cancelled one by one.
-            with contextlib.suppress(NemoRunRayError):
+            with suppress(NemoRunRayError):
                 spec, api = dispatch.spec, given[0].api()
                 repeat(partial(claim, api, spec.cancel_id, spec.nonce), PATIENCE_S)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
@@ -1047,7 +1049,7 @@ def cancel_one(job: RemoteJob) -> str:
         status = job.cancel()
     proof = ""
     if status.state is JobState.CANCELLED:
-        with contextlib.suppress(JobError):  # its cluster has been stopped since, with all of it
+        with suppress(JobError):  # its cluster has been stopped since, with all of it
             proof = f"; {job.proof_of_end(status)}"
     return f"{job.name} is {status.state.value.lower()}{proof}"
 
@@ -1074,15 +1076,15 @@ def end_all(api: JobsApi) -> list[str]:
     Returns:
         Submission ids of those that still run after ``_END_LIMIT_S``.
     """
-    stops, deadline = StopRequests(), time.monotonic() + _END_LIMIT_S
+    stops, deadline = StopRequests(), monotonic() + _END_LIMIT_S
     while True:
         rows = api.table(fresh=True, patience_s=PATIENCE_S)
         names = sorted(active(rows), key=lambda name: not name.endswith(f".{DISPATCHER}"))
         running = [name for name in names if is_running(rows[name])]
         for name in names:
-            with contextlib.suppress(Unanswered):  # it is asked again
+            with suppress(Unanswered):  # it is asked again
                 stops.ask(api, name)
-        if not running or time.monotonic() > deadline:
+        if not running or monotonic() > deadline:
             return running
         time.sleep(_STEP_S)
 

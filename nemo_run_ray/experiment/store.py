@@ -6,7 +6,6 @@ cluster's. A line is written, flushed and synced before the request that it anno
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import logging
@@ -15,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from nemo_run_ray.errors import JobError, SubmissionError
 from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
 from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
 from nemo_run_ray.remote.node.output import CUT
-from nemo_run_ray.remote.spec import read
+from nemo_run_ray.remote.spec import Json, read
 from nemo_run_ray.remote.status import Attempt, JobState, JobStatus, Reason
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
 TERMINAL, SEEN, UNKEPT = "terminal", "seen", "unkept"
 #: Kind, submission id and values.
-Event = tuple[str, str, dict[str, Any]]
+Event = tuple[str, str, Json]
 #: Digits of seconds since the epoch, until the year 2286.
 _DIGITS_OF_SECONDS = 10
 _CHECKED = ConfigDict(allow_inf_nan=False)
@@ -91,7 +91,7 @@ class JobRecord:
     submission_id: str
     job: str
     #: ``Cluster.record()`` of its cluster, and Ray's name of the cluster's life that got it.
-    cluster: dict[str, Any]
+    cluster: Json
     session: str
     #: One of every submission, by whatever process; they tell it from a job that took the same id.
     nonces: list[str]
@@ -105,7 +105,7 @@ class JobRecord:
     place: int = 0
     grace_s: float = 10.0
     #: The parts of its request to Ray that say what it asks for; empty of a group.
-    reservation: Mapping[str, Any] = field(default_factory=dict)
+    reservation: Json = field(default_factory=dict)
     #: Bytes of its log that the folder keeps; ``None`` is all of it.
     keep_logs_max_bytes: int | None = 0
     #: Beginning of the path of a second file for its log; empty for none.
@@ -122,7 +122,7 @@ class JobRecord:
     is_log_given_up: bool = False
 
 
-@contextlib.contextmanager
+@contextmanager
 def writable(path: Path) -> Iterator[None]:
     """Translate the error of a full disk, or of another user's folder, before a request."""
     try:
@@ -301,7 +301,7 @@ class ExperimentStore:
     def __init__(self, exp_dir: Path) -> None:
         self.exp_dir = exp_dir
         self.ledger = Ledger(exp_dir)
-        self.dispatches: dict[str, Any] = {}
+        self.dispatches: Json = {}
         #: Objects of this process that wait for its jobs. As long as there is one, what is seen of
         #: the jobs is recorded.
         self.waiters: set[object] = set()
@@ -385,7 +385,7 @@ def _folders() -> list[Path]:
     """The folders of all experiments in NeMo-Run's home, and of those that it points to."""
     folders = list((Path(get_nemorun_home()) / "experiments").glob("*/*"))
     for pointer in _pointers().glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # it is being written, and has another name
+        with suppress(FileNotFoundError):  # it is being written, and has another name
             folders.append(Path(pointer.read_text(encoding="utf-8")))
     return [folder for folder in folders if folder.is_absolute() and folder.is_dir()]
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.packaging.base import Packager
@@ -57,6 +56,7 @@ from nemo_run_ray.remote.spec import (
     ArraySpec,
     DispatchSpec,
     GroupSpec,
+    Json,
     OutsideSpec,
     nonce_of,
 )
@@ -189,7 +189,7 @@ class Batch:
 
     def _request(
         self, planned: JobPlan, archives: Sequence[Archive], nonce: str
-    ) -> tuple[list[Archive], dict[str, Any]]:
+    ) -> tuple[list[Archive], Json]:
         """The code of a job, and its request, which names that and the other archives."""
         code = {role: self._code_archive(packager) for role, packager in planned.packagers.items()}
         uris = {role: archive.uri for role, archive in code.items()}
@@ -321,7 +321,7 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     """A job of another experiment, for a dispatcher that waits for it."""
     name = handle.rpartition("/")[2]
     record: JobRecord | None = None
-    with contextlib.suppress(JobError):
+    with suppress(JobError):
         record = find_record(name)
     if record is not None and record.session != session and not _continues(record, api):
         raise SubmissionError(

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from nemo_run_ray.cluster_files.load import Document, Ignored, KeyPath, dotted
 from nemo_run_ray.fields import nearest
+from nemo_run_ray.remote.spec import Json
 
-_T = TypeVar("_T", str, dict[str, Any], list[Any])
+_T = TypeVar("_T", str, Json, list[Any])
 _EXPECTED = {str: "a text", dict: "keys with values", list: "a list"}
 
 
@@ -26,7 +27,7 @@ class Translation:
 
     def __init__(self, form: str, document: Document, reasons: Mapping[str, str]) -> None:
         self.document = replace(document, format=form)
-        self.values: dict[str, Any] = {}
+        self.values: Json = {}
         self._sources: dict[KeyPath, str] = {}
         self._ignored: dict[KeyPath, Ignored] = {}
         self._reasons = {name: why for names, why in reasons.items() for name in names.split()}

@@ -15,6 +15,7 @@ from nemo_run_ray.cluster_files.load import PROFILES_FILE, Document, KeyPath
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import is_credential_name
 from nemo_run_ray.integrations.foreign import Translation
+from nemo_run_ray.remote.spec import Env
 
 FORMAT = "Nemotron env.toml"
 #: Tables that are no profiles.
@@ -52,7 +53,7 @@ _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)")
 _ONLY_VARIABLES = re.compile(rf"\s*(?:{_VARIABLE.pattern}\s*(,?)\s*)+(?:''|\"\"|null)?[\s}}]*")
 
 
-def find(cwd: Path, environ: Mapping[str, str]) -> Path | None:
+def find(cwd: Path, environ: Env) -> Path | None:
     """The env.toml of a folder: the one that ``NEMOTRON_ENV_FILE`` names, else upwards.
 
     Args:
@@ -90,7 +91,7 @@ def names_ray(document: Document, profile: str) -> bool:
     return next(filter(None, executors), None) == "ray"
 
 
-def read(document: Document, profile: str, environ: Mapping[str, str]) -> Document:
+def read(document: Document, profile: str, environ: Env) -> Document:
     """Bring a profile into our form.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +57,7 @@ def _with_log_folder(create: Any) -> Any:
             tunnel = self.executor.tunnel
             if isinstance(tunnel, SSHTunnel) and not isinstance(tunnel.session, ssh.Session):
                 tunnel.session = ssh.Session(tunnel)  # NeMo-Run's own takes any host key
-            folder = os.path.join(tunnel.job_dir, self.name, "logs")
+            folder = f"{tunnel.job_dir}/{self.name}/logs"
             tunnel.run(f"mkdir -p {shlex.quote(folder)}")
         return create(self, *args, **kwargs)
 

@@ -39,12 +39,12 @@ from nemo_run_ray.plan.roles import (
     variable,
 )
 from nemo_run_ray.remote.array.fork_server import set_field
-from nemo_run_ray.remote.spec import ArraySpec
+from nemo_run_ray.remote.spec import ArraySpec, Json
 
 #: Limits of all elements' values together, and of one element's.
 ARRAY_MAX_BYTES, ELEMENT_MAX_BYTES = 64 * 1024**2, 32 * 1024
 #: Values of each field, a mapping for each element, or a file of such mappings.
-Over = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]] | str | os.PathLike[str]
+Over = Mapping[str, Iterable[Any]] | Iterable[Json] | str | os.PathLike[str]
 #: The fields of a run.Script that say what is run; ``env`` is apart.
 _SCRIPT_FIELDS = ("path", "inline", "args", "entrypoint", "m")
 #: Fields of a RayExecutor that an array's elements do not have.
@@ -124,9 +124,9 @@ def array(
                 f"The task of an array is a {type(each).__name__}; expected is a run.Partial, a "
                 "run.Script, or a list of them."
             )
-    header: dict[str, Any] = {"array": "", "max_failures": max_failures, "runs": isolation}
+    header: Json = {"array": "", "max_failures": max_failures, "runs": isolation}
     env: dict[str, str] = {}
-    elements: Iterable[Mapping[str, Any]]
+    elements: Iterable[Json]
     if isinstance(task, (list, tuple)):
         if over is not None:
             raise ConfigError("An array of several tasks has no `over`, which is for one task.")
@@ -174,7 +174,7 @@ def array(
 
 def _of_tasks(
     tasks: Sequence[run.Partial[Any] | run.Script], names: Sequence[str] | None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Json]:
     """The element of each task."""
     if names is None:
         names = [_name(task) for task in tasks]
@@ -196,7 +196,7 @@ def _of_tasks(
             yield {"name": name, "template": _template(task)}
 
 
-def _text_of(header: Mapping[str, Any], elements: Iterable[Mapping[str, Any]]) -> str:
+def _text_of(header: Json, elements: Iterable[Json]) -> str:
     """The header, and the line of each element.
 
     Raises:
@@ -301,7 +301,7 @@ def _with_commands(path: Path, executor: RayExecutor) -> list[str]:
     return templates
 
 
-def _command(script: Mapping[str, Any], file: Path) -> list[str]:
+def _command(script: Json, file: Path) -> list[str]:
     """The command of a script; what is written inline becomes a file."""
     words: list[str] = run.Script(**script).to_command(with_entrypoint=True, filename=str(file))
     return words
@@ -313,8 +313,8 @@ def _name(task: run.Partial[Any] | run.Script) -> str:
     return str(get_type_namespace(task.__fn_or_cls__))
 
 
-def _header(text: str) -> dict[str, Any]:
-    header: dict[str, Any] = json.loads(next(line for line in text.split("\n") if line[:1] == "{"))
+def _header(text: str) -> Json:
+    header: Json = json.loads(next(line for line in text.split("\n") if line[:1] == "{"))
     return header
 
 
@@ -346,9 +346,9 @@ def _template(task: run.Partial[Any]) -> str:
 # ---------------------------------------------------------------------- the values
 
 
-def _rows(over: Over | None, combine: str) -> Iterator[Mapping[str, Any]]:
+def _rows(over: Over | None, combine: str) -> Iterator[Json]:
     """A mapping with the values of each element; all have the same fields."""
-    first: Mapping[str, Any] | None = None
+    first: Json | None = None
     for number, row in enumerate(_given(over, combine)):
         is_mapping = isinstance(row, Mapping) and row and all(isinstance(key, str) for key in row)
         if not is_mapping or (first is not None and row.keys() != first.keys()):

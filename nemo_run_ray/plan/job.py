@@ -38,6 +38,7 @@ from nemo_run_ray.remote.spec import (
     DispatchedJobSpec,
     GroupSpec,
     JobSpec,
+    Json,
     OutsideSpec,
     RoleSpec,
 )
@@ -71,8 +72,8 @@ class JobPlan:
     submission_id: str
     spec: JobSpec | GroupSpec | ArraySpec
     executor: RayExecutor = field(compare=False)
-    reservation: dict[str, Any]
-    runtime_env: dict[str, Any]
+    reservation: Json
+    runtime_env: Json
     packagers: dict[str, Packager]
     secret_places: dict[str, tuple[str, ...]]
     outside: tuple[str, ...]
@@ -114,7 +115,7 @@ class JobPlan:
         task = self.spec.host.task if isinstance(self.spec, ArraySpec) else self.spec
         return {next(iter(self.packagers), ""): task}
 
-    def body(self, code: Mapping[str, str], archives: list[str], nonce: str) -> dict[str, Any]:
+    def body(self, code: Mapping[str, str], archives: list[str], nonce: str) -> Json:
         """The body of ``POST /api/jobs/``.
 
         Args:
@@ -147,7 +148,7 @@ class JobPlan:
         }
 
     def dispatched(
-        self, body: dict[str, Any], outside: Sequence[OutsideSpec], dispatcher: str
+        self, body: Json, outside: Sequence[OutsideSpec], dispatcher: str
     ) -> DispatchedJobSpec:
         """The job as a dispatcher gets it, with the body of its first attempt's request."""
         executor = self.executor
@@ -194,8 +195,8 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
     """
     executor.check()
     executor = copy.copy(executor.resolved())
-    reservation: dict[str, Any] = {}
-    runtime_env: dict[str, Any] = {}
+    reservation: Json = {}
+    runtime_env: Json = {}
     spec: JobSpec | GroupSpec | ArraySpec
     # What a group or an array reserves is its driver's affair.
     if any(role.entrypoint == ARRAY for role in app.roles):
@@ -363,7 +364,7 @@ def _of_role(role: RoleSpec) -> Iterator[tuple[str, Any]]:
         yield "ready", f"{question}; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
 
 
-def _of_task(task: JobSpec, runtime_env: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _of_task(task: JobSpec, runtime_env: Json) -> Iterator[tuple[str, Any]]:
     yield "command", shlex.join(task.argv)
     yield "entrypoint_shell", "login" if task.login_shell else ""
     yield from (("startup command", command) for command in task.startup)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import copy
 import os
 import re
 import shlex
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
 from nemo_run.core.packaging.base import Packager
@@ -27,7 +26,7 @@ from nemo_run_ray.fields import (
     refuse_credentials,
     resolve_runtime_env,
 )
-from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, RoleSpec, env_key
+from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, Json, RoleSpec, env_key
 
 #: The entrypoint of an array for NeMo-Run; in its place the cluster runs the array's driver.
 ARRAY = "nemo_run_ray.array"
@@ -73,7 +72,7 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     if _RUNNER in argv and argv[-1].startswith(_CONFIGS):
         path = Path(executor.job_dir, "configs", argv[-1].removeprefix(_CONFIGS))
         config = b""
-        with contextlib.suppress(OSError, ValueError, zlib.error):  # NeMo-Run writes it otherwise
+        with suppress(OSError, ValueError, zlib.error):  # NeMo-Run writes it otherwise
             config = zlib.decompress(base64.urlsafe_b64decode(path.read_bytes()))
         if OF_MAIN.search(config.decode()):
             check_guard()
@@ -309,7 +308,7 @@ def with_launcher(role: Role, executor: RayExecutor) -> Role:
     launcher: Launcher = executor.get_launcher()
     if not isinstance(launcher, (Torchrun, FaultTolerance)):
         return role
-    options: dict[str, Any] = {
+    options: Json = {
         "script": role.entrypoint,
         "no_python": True,
         "name": role.name,

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(runner: Runner, job: str, submission_id: str) -> int:
-    spec = _read(os.path.join(jobs_folder(), job, SPEC))
+    spec = _read(f"{jobs_folder()}/{job}/{SPEC}")
     if isinstance(spec, GroupSpec):
         from .group.driver import GroupDriver
 

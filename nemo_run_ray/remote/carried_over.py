@@ -73,12 +73,12 @@ def rows_before(allocation: str, run: str) -> JobRows:
         OSError: a file exists and cannot be read now. Without it, jobs would run again.
     """
     for folder in runs_before(allocation, run) if allocation and run else ():
-        path = os.path.join(folder, TABLE)
+        path = f"{folder}/{TABLE}"
         if exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
                 table, written_at = file.read(), os.fstat(file.fileno()).st_mtime
             why = ""
-            end = os.path.join(folder, "end.json")
+            end = f"{folder}/end.json"
             with suppress(FileNotFoundError, ValueError), open(end, encoding="utf-8") as file:
                 why = str(json.load(file)["why"])
             return rows_of(table, kept_ids(allocation), written_at, why)
@@ -91,9 +91,9 @@ def kept_dispatches(allocation: str) -> list[str]:
     Raises:
         OSError: they cannot be read now.
     """
-    folder = os.path.join(os.path.dirname(os.path.dirname(allocation)), DISPATCHES)
-    paths = [os.path.join(folder, name) for name in _names(folder)]
-    return [path for path in paths if exists(os.path.join(path, IDS))]
+    folder = f"{os.path.dirname(os.path.dirname(allocation))}/{DISPATCHES}"
+    paths = [f"{folder}/{name}" for name in _names(folder)]
+    return [path for path in paths if exists(f"{path}/{IDS}")]
 
 
 def kept_ids(allocation: str) -> set[str]:
@@ -104,7 +104,7 @@ def kept_ids(allocation: str) -> set[str]:
     """
     ids: set[str] = set()
     for folder in kept_dispatches(allocation):
-        with open(os.path.join(folder, IDS), encoding="utf-8") as file:
+        with open(f"{folder}/{IDS}", encoding="utf-8") as file:
             ids |= set(file.read().split())
     return ids
 
@@ -122,13 +122,13 @@ def runs_before(allocation: str, run: str) -> Iterator[str]:
     own = os.path.basename(os.path.normpath(run))  # Slurm gives a number once
     folder = allocation
     while True:
-        for name in reversed(_names(os.path.join(folder, "run"))):
+        for name in reversed(_names(f"{folder}/run")):
             if name != own:
-                yield os.path.join(folder, "run", name)
-        if not exists(os.path.join(folder, RENEWED)):
+                yield f"{folder}/run/{name}"
+        if not exists(f"{folder}/{RENEWED}"):
             return
         parent, number = os.path.split(folder)
-        folder = os.path.join(parent, str(int(number) - 1))
+        folder = f"{parent}/{int(number) - 1}"
 
 
 def _names(folder: str) -> list[str]:

@@ -12,13 +12,13 @@ import re
 import socket
 import subprocess
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any, Callable, Iterator, Sequence
 from urllib.parse import quote, urlencode, urlsplit
 
-from .spec import JobRow, fits, job_rows
+from .spec import JobRow, Json, fits, job_rows
 
 #: Variable in every process of an embedded Ray: its folder.
 EMBEDDED = "NEMO_RUN_RAY_LOCAL"
@@ -82,9 +82,9 @@ class DashboardClient:
 
     def session(self) -> str:
         """Ray's name of this start of the cluster."""
-        return str(self._read("/api/version", dict[str, Any]).get("session_name", ""))
+        return str(self._read("/api/version", Json).get("session_name", ""))
 
-    def alive_nodes(self) -> list[dict[str, Any]]:
+    def alive_nodes(self) -> list[Json]:
         """Ray's rows of the living nodes, with ``node_id`` and ``node_ip``."""
         shape = {"data": {"result": {"result": [_NODE]}}}
         rows = self._read("/api/v0/nodes?limit=10000", shape)["data"]["result"]["result"]
@@ -94,12 +94,12 @@ class DashboardClient:
         """The rows of the job table that are of submitted jobs."""
         return job_rows(self.table())
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[Json]:
         """The job table as Ray gives it, also with programs that were not submitted as jobs."""
-        table: list[dict[str, Any]] = self._read("/api/jobs/", list[dict[str, Any]])
+        table: list[Json] = self._read("/api/jobs/", list[Json])
         return table
 
-    def post(self, body: dict[str, Any]) -> bool:
+    def post(self, body: Json) -> bool:
         """Ask for a job, and return whether Ray took it now. It may have it already.
 
         Raises:
@@ -159,7 +159,7 @@ class DashboardClient:
         is_safe = parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self._timeout_s)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = monotonic() + self._timeout_s
         # The time limit of a socket begins anew with every byte.
         timer = threading.Timer(self._timeout_s, _cut, [connection])
         timer.daemon = True
@@ -173,11 +173,11 @@ class DashboardClient:
                 content += piece
             if len(content) > ANSWER_MAX_BYTES:
                 raise ValueError(f"the answer has more than {ANSWER_MAX_BYTES / 1024**2:.0f} MiB")
-            if answer.length or time.monotonic() >= deadline:
+            if answer.length or monotonic() >= deadline:
                 raise http.client.IncompleteRead(bytes(content), answer.length)
             return answer.status, bytes(content)
         except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
-            is_late = time.monotonic() >= deadline
+            is_late = monotonic() >= deadline
             cause = f"timed out after {self._timeout_s:g} s" if is_late else str(error)
             raise Unanswered(
                 f"{self.url} cannot be reached: {cause or type(error).__name__}"

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from contextlib import suppress
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
+from time import monotonic
+from typing import Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
-from .spec import JobRow, lock_of_row, nonce_of, read
+from .spec import JobRow, Json, lock_of_row, nonce_of, read
 
 #: Ray's errors that may hide an end.
 _START_ERROR = "JOB_ENTRYPOINT_COMMAND_START_ERROR"
@@ -127,11 +127,11 @@ class LostEnds:
     def __init__(
         self,
         log_end: Callable[[str, str], Optional[str]],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._log_end = log_end
         self._clock = clock
-        self._ends: Dict[str, Dict[str, Any]] = {}  # by job and time of its end
+        self._ends: Dict[str, Json] = {}  # by job and time of its end
         self._again_at: Dict[str, float] = {}  # of a node or a job
         self._next_at = 0.0  # for all requests
 
@@ -167,7 +167,7 @@ class LostEnds:
         return {**row, **self._ends[key]}  # type: ignore[typeddict-item]
 
 
-def _end(row: JobRow, text: str) -> Optional[Dict[str, Any]]:
+def _end(row: JobRow, text: str) -> Optional[Json]:
     """The fields of a row that the end of the job's log proves, as Ray would have written them.
 
     A cancelled job has no end of its own: a node that shuts down tells its processes to end, as Ray

@@ -8,12 +8,12 @@ its files (``StrictModes``). A login node gets the text of this module.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import grp
 import os
 import pwd
 import stat
+from contextlib import contextmanager, suppress
 from typing import IO, Iterator, Union
 
 #: In jobs on an allocation of Slurm: the folder of this run of Slurm's job, and that of the
@@ -34,7 +34,7 @@ def write_file(path: Union[str, os.PathLike[str]], content: Union[str, bytes]) -
         file.write(content if isinstance(content, bytes) else content.encode())
 
 
-@contextlib.contextmanager
+@contextmanager
 def replacing(path: Union[str, os.PathLike[str]]) -> Iterator[IO[bytes]]:
     """A file to write to that takes the path's place at the end, and only if all went well."""
     # Where others may write, a name that can be guessed may be a link of theirs.
@@ -45,7 +45,7 @@ def replacing(path: Union[str, os.PathLike[str]]) -> Iterator[IO[bytes]]:
             yield file
         os.replace(temporary, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError) and error.errno and error.filename in (None, temporary):
             error.filename = os.fspath(path)  # a write that fails names no file

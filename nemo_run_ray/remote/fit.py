@@ -6,8 +6,13 @@ Ray places; this only explains. It is used for groups, arrays, the status of a t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Iterable, Mapping, Sequence
 
+from .spec import Json
+
+#: Amounts of resources by Ray's names, and labels of a node or what a selector wants of them.
+Amounts = Mapping[str, float]
+Labels = Mapping[str, str]
 #: Ray counts in steps of 0.0001.
 TOLERANCE = 1e-5
 #: Keys of Ray's job request that reserve amounts, and Ray's names of what they reserve.
@@ -27,11 +32,11 @@ class Node:
     node_id: str
     host: str
     address: str
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Labels = field(default_factory=dict)
     #: All that it can give, busy or not.
-    resources: Mapping[str, float] = field(default_factory=dict)
+    resources: Amounts = field(default_factory=dict)
     #: The free amounts, a moment ago; ``None`` when the cluster does not say.
-    free: Mapping[str, float] | None = None
+    free: Amounts | None = None
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class ResourceRequest:
         selector: labels of the nodes that may host it, in Ray's grammar.
     """
 
-    resources: Mapping[str, float] = field(default_factory=dict)
-    selector: Mapping[str, str] = field(default_factory=dict)
+    resources: Amounts = field(default_factory=dict)
+    selector: Labels = field(default_factory=dict)
 
     def __str__(self) -> str:
         where = f" on a node with {_labels(self.selector)}" if self.selector else ""
@@ -55,7 +60,7 @@ class ResourceRequest:
         return bool(self.resources or self.selector)
 
 
-def request_of(reservation: Mapping[str, Any]) -> ResourceRequest:
+def request_of(reservation: Json) -> ResourceRequest:
     """The request of a job, by the parts of Ray's job request that reserve something."""
     resources = {name: float(reservation.get(key) or 0) for key, name in _RESERVES.items()}
     resources |= reservation.get("entrypoint_resources") or {}
@@ -65,7 +70,7 @@ def request_of(reservation: Mapping[str, Any]) -> ResourceRequest:
     )
 
 
-def nodes_of(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
+def nodes_of(rows: Iterable[Json]) -> list[Node]:
     """The living nodes of ``ray.nodes()``."""
     return [
         Node(
@@ -80,12 +85,12 @@ def nodes_of(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
     ]
 
 
-def fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
+def fits(asked: Amounts, there: Amounts) -> bool:
     """Whether amounts suffice, as exactly as Ray counts."""
     return all(amount <= there.get(key, 0.0) + TOLERANCE for key, amount in asked.items())
 
 
-def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+def matches(selector: Labels, labels: Labels) -> bool:
     """Whether a node's labels satisfy a selector of Ray: ``v``, ``!v``, ``in(a,b)``, ``!in(a)``."""
     for key, wanted in selector.items():
         negated = wanted.startswith("!")
@@ -97,14 +102,14 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     return True
 
 
-def slots(available: Mapping[str, float], need: Mapping[str, float]) -> int:
+def slots(available: Amounts, need: Amounts) -> int:
     """The number of times that ``need``, which is not empty, is available."""
     return min(
         int((available.get(name, 0.0) + TOLERANCE) / amount) for name, amount in need.items()
     )
 
 
-def labelled(selector: Mapping[str, str], nodes: Sequence[Node]) -> list[Node]:
+def labelled(selector: Labels, nodes: Sequence[Node]) -> list[Node]:
     """The nodes with such labels."""
     return [node for node in nodes if matches(selector, node.labels)]
 
@@ -174,7 +179,7 @@ def free_text(request: ResourceRequest, node: Node) -> str:
     return ", ".join(texts)
 
 
-def _labels(selector: Mapping[str, str]) -> str:
+def _labels(selector: Labels) -> str:
     """Labels, or what a selector wants of them, for people."""
     return ", ".join(
         f"{name}: {value}" if value.startswith(("!", "in(")) else f"{name}={value}"
@@ -182,7 +187,7 @@ def _labels(selector: Mapping[str, str]) -> str:
     )
 
 
-def amounts_text(resources: Mapping[str, float]) -> str:
+def amounts_text(resources: Amounts) -> str:
     """Amounts of resources for people: ``CPU 2, memory 1.00 GiB``."""
     shown = [f"{name} {amount_text(name, resources[name])}" for name in sorted(resources)]
     return ", ".join(shown) or "nothing"

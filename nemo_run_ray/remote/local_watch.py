@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 from .dashboard import DashboardClient, Unanswered
 
@@ -34,7 +35,7 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
         idle_timeout_s: seconds without a user and a job.
     """
     rows = None
-    used_at = time.monotonic()
+    used_at = monotonic()
     while True:
         time.sleep(min(idle_timeout_s / 10, _LOOK_MAX_S))
         try:
@@ -52,13 +53,13 @@ def main(folder: str, root: str, idle_timeout_s: float) -> None:
             is_used = rows is None or rows != before
             is_used = is_used or any(row.get("status") not in _ENDED for row in rows or ())
         if is_used:
-            used_at = time.monotonic()
-        elif time.monotonic() - used_at >= idle_timeout_s:
+            used_at = monotonic()
+        elif monotonic() - used_at >= idle_timeout_s:
             # Processes that have the variable with the Ray's folder are ended with the Ray.
             env = {name: value for name, value in os.environ.items() if value != root}
             package = str(Path(__file__).resolve().parents[2])
             subprocess.run([sys.executable, "-c", _STOP, package, folder], env=env, check=False)
-            used_at = time.monotonic()  # somebody came meanwhile
+            used_at = monotonic()  # somebody came meanwhile
 
 
 def process_identity(pid: int) -> str | None:

@@ -9,10 +9,10 @@ took a sixth of the time from Ray's shell to the command. So ``_replace`` makes 
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import json
 import re
 import typing
+from contextlib import suppress
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, TypedDict, Union
 
 #: Environment variable of a group's driver: the code archive of each role, when there are several.
@@ -21,8 +21,12 @@ CODE = "NEMO_RUN_RAY_CODE"
 RENDEZVOUS = "_rendezvous"
 #: Stands in a dispatched job's entrypoint for the id of the attempt.
 SUBMISSION_ID = "@submission_id@"
+#: A JSON object, or other values by their names.
+Json = Dict[str, Any]
+#: Environment variables.
+Env = Mapping[str, str]
 #: Default of the fields that hold a dict. All share it, since no spec is ever changed.
-_EMPTY: Dict[str, Any] = {}
+_EMPTY: Json = {}
 _AnySpec = Union["JobSpec", "RoleSpec", "GroupSpec", "ArraySpec", "DispatchSpec"]
 
 
@@ -90,7 +94,7 @@ class RoleSpec(NamedTuple):
     #: Of one replica, by Ray's names; never empty.
     resources: Dict[str, float] = _EMPTY
     label_selector: Dict[str, str] = _EMPTY
-    runtime_env: Dict[str, Any] = _EMPTY
+    runtime_env: Json = _EMPTY
     #: ``SPREAD`` or ``STRICT_SPREAD`` when the replicas want nodes of their own in a group of
     #: another strategy.
     spread: str = ""
@@ -167,7 +171,7 @@ class DispatchedJobSpec(NamedTuple):
     #: Of all of its attempts.
     nonce: str
     #: The request for an attempt; its entrypoint has ``SUBMISSION_ID`` for the id.
-    body: Dict[str, Any]
+    body: Json
     #: Names of the jobs of the dispatch that must have succeeded.
     after: Tuple[str, ...] = ()
     outside: Tuple[OutsideSpec, ...] = ()
@@ -219,7 +223,7 @@ class DispatchSpec(NamedTuple):
         return {self.id, self.cancel_id, *(job.id for job in self.jobs), *names}
 
 
-_KINDS: Dict[str, Any] = {
+_KINDS: Json = {
     kind.__name__: kind for kind in (JobSpec, RoleSpec, GroupSpec, ArraySpec, DispatchSpec)
 }
 
@@ -261,7 +265,7 @@ def read(kind: Any, value: Any) -> Any:
         return value
     if origin is Union or type(None) in kinds:  # ``X | None`` is of another class
         for each in kinds:
-            with contextlib.suppress(ValueError):
+            with suppress(ValueError):
                 return read(each, value)
     elif origin in (list, tuple) and isinstance(value, list):
         if origin is list or ... in kinds:
@@ -294,7 +298,7 @@ def read(kind: Any, value: Any) -> Any:
 
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value of JSON can be read so."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         read(kind, value)
         return True
     return False
@@ -362,7 +366,7 @@ def job_rows(values: Any) -> List[JobRow]:
 
 def rows_in(jobs_json: str) -> JobRows:
     """The rows of a kept job table, by submission id; empty for a text that is none."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         return {str(row["submission_id"]): row for row in job_rows(json.loads(jobs_json))}
     return {}
 

@@ -7,10 +7,10 @@ import re
 import shlex
 from dataclasses import asdict, dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, Iterable, Mapping
+from typing import Iterable, Mapping
 
 from .end_record import RECORDS, describe_exit, record_in
-from .spec import NONCE_KEY, JobRow, nonce_of
+from .spec import NONCE_KEY, JobRow, Json, nonce_of
 
 
 class JobState(str, Enum):
@@ -247,7 +247,7 @@ class JobStatus:
         )
         return f"{self.detail or self.reason.value}{tail}\n{next_step}".strip()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The status as it is written down when it is the last one."""
         return asdict(self)
 
@@ -510,7 +510,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"[0-9]{1,9}", text)))
 
 
-def claim_body(submission_id: str, nonce: str, why: str) -> dict[str, Any]:
+def claim_body(submission_id: str, nonce: str, why: str) -> Json:
     """The body of a request that takes an id, so that nothing can be started under it."""
     return {
         "submission_id": submission_id,

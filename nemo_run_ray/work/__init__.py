@@ -15,13 +15,13 @@ import atexit
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
+from time import monotonic
 from typing import Any, Literal, TypeVar
 
 from rich.console import Console
@@ -38,6 +38,7 @@ from nemo_run_ray.errors import (
     WorkerDied,
 )
 from nemo_run_ray.fields import is_amount, is_whole
+from nemo_run_ray.remote.spec import Json
 from nemo_run_ray.work.connection import Connection, join, leave, requirements
 from nemo_run_ray.work.tasks import (
     FUNCTIONS_MAX,
@@ -185,7 +186,7 @@ class Pool:
         """An executor as ``concurrent.futures`` has them, for workers as in ``map``."""
         return PoolExecutor(self._function, self._queue(reserved))
 
-    def _queue(self, reserved: Mapping[str, Any]) -> TaskQueue:
+    def _queue(self, reserved: Json) -> TaskQueue:
         """The queue for workers that reserve this."""
         key = repr(sorted(reserved.items()))
         with self._lock:
@@ -207,7 +208,7 @@ def connect(
     address: str | None = None,
     *,
     num_cpus: int | None = None,
-    runtime_env: Mapping[str, Any] | None = None,
+    runtime_env: Json | None = None,
 ) -> Pool:
     """A pool on the Ray that this program belongs to.
 
@@ -294,7 +295,7 @@ def _results(
             while not done.empty():
                 ended.add(done.get())
             number = taken if ordered else next(iter(ended), -1)
-            is_due = number in ended and time.monotonic() >= read_until
+            is_due = number in ended and monotonic() >= read_until
             if error is None and len(live) < most and not is_due:
                 try:
                     data = pickle_arguments(f"Item {sent} of {function.name}", next(items))
@@ -326,7 +327,7 @@ def _results(
                 if not yields_failures:
                     raise failed from cause
                 yield failed
-            read_until = time.monotonic() + _READ_S
+            read_until = monotonic() + _READ_S
         if error is not None and not isinstance(error, StopIteration):
             raise error
     finally:

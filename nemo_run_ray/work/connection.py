@@ -10,13 +10,14 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from nemo_run_ray.clusters import LocalCluster
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, Unreachable, VersionMismatch
+from nemo_run_ray.remote.spec import Json
 
 #: The variable by which Ray and this package find the cluster, in child processes too.
 ADDRESS = "RAY_ADDRESS"
@@ -37,15 +38,13 @@ _has_read_token = False
 class Connection:
     """This process's connection to one Ray, which all of its pools share."""
 
-    def __init__(
-        self, address: str | None, num_cpus: int | None, runtime_env: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, address: str | None, num_cpus: int | None, runtime_env: Json) -> None:
         global _has_read_token
         loaded: Any = sys.modules.get("ray")
         self.ray = loaded
         self.users = 0  # open pools
         self._pid = os.getpid()
-        self._runtime_env: dict[str, Any] = {}
+        self._runtime_env: Json = {}
         self._environment: dict[str, str | None] = {}
         # A program that has called ray.init() itself keeps that connection, and so do its pools.
         self.owns = loaded is None or not loaded.is_initialized()
@@ -82,22 +81,22 @@ class Connection:
             import ray
 
             self.ray = ray
-            options: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
+            options: Json = {"runtime_env": dict(runtime_env)} if runtime_env else {}
             if not self.address.startswith("ray://"):
                 options["logging_level"] = logging.WARNING
-            began = time.monotonic()
+            began = monotonic()
             try:
                 ray.init(self.address, log_to_driver=False, **options)
             except BaseException as error:
                 self.restore_environment()
                 # Ray sends SIGTERM when no GCS has answered (2.60).
                 is_sigterm = isinstance(error, SystemExit) and error.code == signal.SIGTERM
-                if not is_sigterm or time.monotonic() - began < _GIVEN_UP_S:
+                if not is_sigterm or monotonic() - began < _GIVEN_UP_S:
                     raise
                 reason = "what listens there has not answered as the GCS of a Ray"
                 raise ConnectionError(reason) from error
 
-    def check(self, address: str | None, runtime_env: Mapping[str, Any]) -> None:
+    def check(self, address: str | None, runtime_env: Json) -> None:
         """Refuse a pool that this connection cannot serve."""
         self.check_process()
         is_same = address in (None, "", "auto", self.address) or (
@@ -140,7 +139,7 @@ class Connection:
 _current: Connection | None = None
 
 
-def join(address: str | None, num_cpus: int | None, runtime_env: Mapping[str, Any]) -> Connection:
+def join(address: str | None, num_cpus: int | None, runtime_env: Json) -> Connection:
     """This process's connection, made if there is none.
 
     Raises:
@@ -179,7 +178,7 @@ def requirements() -> list[str]:
 
 
 @contextmanager
-def _translated(address: str, runtime_env: Mapping[str, Any]) -> Iterator[None]:
+def _translated(address: str, runtime_env: Json) -> Iterator[None]:
     """Raise what Ray raises at a connection as an error of this package."""
     try:
         yield

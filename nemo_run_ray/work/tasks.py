@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from time import monotonic
 from typing import Any
 
 from nemo_run_ray.errors import (
@@ -38,6 +39,7 @@ from nemo_run_ray.errors import (
 )
 from nemo_run_ray.fields import is_whole
 from nemo_run_ray.remote import fit
+from nemo_run_ray.remote.spec import Json
 from nemo_run_ray.work.connection import Connection
 
 #: Seconds that a batch should take: a hundred times what a task costs. An item that takes longer
@@ -279,7 +281,7 @@ class TaskQueue:
         label_selector: Mapping[str, str] | None = None,
         max_workers: int | None = None,
     ) -> None:
-        options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "memory": memory}
+        options: Json = {"num_cpus": cpus, "num_gpus": gpus, "memory": memory}
         if label_selector:  # Ray takes a strategy or labels
             options["label_selector"] = label_selector
         else:
@@ -356,7 +358,7 @@ class TaskQueue:
                     self._events.get(timeout=_STEP_S if self._waiting or self._calls else None)()
                     while True:
                         self._events.get_nowait()()
-                self._step(time.monotonic())
+                self._step(monotonic())
         except BaseException as error:  # a fault of this thread must not leave callers waiting
             with self._lock:
                 self._closed = error
@@ -446,7 +448,7 @@ class TaskQueue:
         """Whether a task has begun; by Ray Client nobody knows, and it is assumed."""
         if call.begun_at is None and call.ref.next_ready():
             with suppress(self._ray.exceptions.RayError, StopIteration):
-                call.node_id, call.begun_at = self._ray.get(next(call.ref)), time.monotonic()
+                call.node_id, call.begun_at = self._ray.get(next(call.ref)), monotonic()
         return call.begun_at is not None
 
     def _watch(self, ref: Any, ended: Callable[[Future[Any]], None]) -> None:
@@ -469,7 +471,7 @@ class TaskQueue:
         except Exception as error:  # such as a full object store: other items are not affected
             self._has_failed(items, error)
             return
-        call = _RayTask(ref, items, time.monotonic() if self._by_client else None)
+        call = _RayTask(ref, items, monotonic() if self._by_client else None)
         self._calls.add(call)
         if self._by_client:
             self._watch(ref, partial(self._has_rows, call))
@@ -516,7 +518,7 @@ class TaskQueue:
                 item.losses += 1
             self._waiting.extendleft(reversed(call.items))
             return
-        if self._by_client and time.monotonic() >= call.deadline:
+        if self._by_client and monotonic() >= call.deadline:
             error = first.timed_out()
         elif isinstance(error, exceptions.RayError):
             what = f"No worker could be started for {first.function.name}"

@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
 import shlex
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from nemo_run.config import get_nemorun_home
@@ -28,7 +28,7 @@ from nemo_run_ray.errors import ClusterError, NemoRunRayError
 from nemo_run_ray.remote import files
 from nemo_run_ray.remote.carried_over import rows_of
 from nemo_run_ray.remote.slurm.folder import JOB_LOGS, HeadAddress, RunEnd
-from nemo_run_ray.remote.spec import JobRows, rows_in
+from nemo_run_ray.remote.spec import JobRows, Json, rows_in
 
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
@@ -109,7 +109,7 @@ class History:
     """The runs whose dispatches continue in the newest of them, as ``on_login`` answers."""
 
     numbers: Sequence[int] = ()  # of their allocations, the newest one first
-    runs: Sequence[Mapping[str, Any]] = ()  # the newest one first
+    runs: Sequence[Json] = ()  # the newest one first
     kept: Sequence[str] = ()  # first ids of the dispatchers and jobs of all kept dispatches
 
     def rows(self, session: str = "", is_up: bool = False) -> JobRows:
@@ -190,7 +190,7 @@ class Allocations:
             for name, kind in (("head", HeadAddress), ("end", RunEnd)):
                 row[name] = row.get(name) and kind(**row[name])
             allocation = SlurmAllocation(**row)
-        self._seen = time.monotonic(), allocation
+        self._seen = monotonic(), allocation
         return allocation
 
     def newest(self) -> SlurmAllocation | None:
@@ -200,7 +200,7 @@ class Allocations:
             ClusterError: the host cannot be asked.
         """
         at, allocation = self._seen
-        return allocation if time.monotonic() - at < _TRUST_S else self.look()
+        return allocation if monotonic() - at < _TRUST_S else self.look()
 
     def stop(self, why: str) -> bool:
         """End the newest allocation now, with all that runs in it; whether there was one.
@@ -219,7 +219,7 @@ class Allocations:
     def archive(self, session: str) -> ClusterArchive | None:
         """The archive of a run, with those of the runs that continue its dispatches."""
         newest = None
-        with contextlib.suppress(NemoRunRayError):
+        with suppress(NemoRunRayError):
             newest = self.newest()
         history = self._history(session=session)
         if not history.runs:
@@ -244,11 +244,11 @@ class Allocations:
         """A history, which may be large: it is read again when a session's may have changed."""
         key = session, number
         at, history = self._histories.get(key, (float("-inf"), History()))
-        if time.monotonic() - at >= _TRUST_S and not (number and history.runs):
-            with contextlib.nullcontext() if number else contextlib.suppress(NemoRunRayError):
+        if monotonic() - at >= _TRUST_S and not (number and history.runs):
+            with nullcontext() if number else suppress(NemoRunRayError):
                 row = self.ask("history", session=session, number=number)
                 history = history if row is None else History(**row)
-            self._histories[key] = time.monotonic(), history
+            self._histories[key] = monotonic(), history
         return history
 
     def _log(self, history: History, submission_id: str) -> Path | None:
@@ -261,7 +261,7 @@ class Allocations:
         if self.login.is_here:
             return Path(there)
         here = Path(get_nemorun_home(), "ray_slurm", "logs", os.path.basename(run), name).absolute()
-        with contextlib.suppress(NemoRunRayError, OSError):  # `logs` tries it again
+        with suppress(NemoRunRayError, OSError):  # `logs` tries it again
             if not here.exists():
                 here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self.login.get(there, here)
@@ -272,7 +272,7 @@ class Allocations:
 def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool]:
     """Explain why runs are over, and say whether their dispatches may continue."""
 
-    def why(run: Mapping[str, Any]) -> str:
+    def why(run: Json) -> str:
         job = os.path.basename(run["folder"]).partition(".")[0]
         return f"its Slurm job {job} has ended" + (f": {run['end']['why']}" if run["end"] else "")
 

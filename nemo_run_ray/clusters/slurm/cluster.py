@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import re
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from time import monotonic
+from typing import Annotated, ClassVar
 
 from nemo_run.core.execution.slurm import SlurmExecutor
 from nemo_run.core.frontend.console.api import CONSOLE
@@ -29,6 +29,7 @@ from nemo_run_ray.clusters.slurm.script import Sidecar, job_script
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError, Unanswered, as_markup
 from nemo_run_ray.fields import Allowed, Seconds, strict_init
 from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
+from nemo_run_ray.remote.spec import Json
 
 _JOB_DIR = re.compile(r"/[\w/.,:@+=-]*", re.ASCII)
 _SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
@@ -150,7 +151,7 @@ class SlurmCluster(Cluster):
         self,
         dispatcher: str,
         ids: Sequence[str],
-        body: dict[str, Any],
+        body: Json,
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
         allocations = self._of_name
@@ -164,14 +165,14 @@ class SlurmCluster(Cluster):
             for name, data in {**files, **last}.items():
                 self._login.put(data, f"{allocations.folder}/{DISPATCHES}/{dispatcher}/{name}")
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         tunnel = self.executor.tunnel
         way = {name: getattr(tunnel, name) for name in _SSH_FIELDS if not self._login.is_here}
         found = {"kind": self.kind, "name": self.name, "tunnel": {"job_dir": tunnel.job_dir, **way}}
         return {**found, "renew": True} if self.renew else found
 
     @classmethod
-    def of_record(cls, values: dict[str, Any]) -> SlurmCluster:
+    def of_record(cls, values: Json) -> SlurmCluster:
         given = values["tunnel"]
         tunnel = SSHTunnel(**given) if "host" in given else LocalTunnel(**given)
         executor = SlurmExecutor(account="", tunnel=tunnel)
@@ -231,7 +232,7 @@ class SlurmCluster(Cluster):
     def _why_dead(self, allocation: SlurmAllocation) -> str:
         """Explain why an allocation can never answer again; empty while it may."""
         newest = None
-        with contextlib.suppress(NemoRunRayError):
+        with suppress(NemoRunRayError):
             newest = self._of_name.newest()
         if newest is None:
             return ""
@@ -245,7 +246,7 @@ class SlurmCluster(Cluster):
     def _leave(self) -> None:
         if self._of_name.is_used:
             self._of_name.is_used = False
-            with contextlib.suppress(NemoRunRayError):  # it ends when it has been idle
+            with suppress(NemoRunRayError):  # it ends when it has been idle
                 self._of_name.ask("leave", user=_USER)
 
 
@@ -274,7 +275,7 @@ class BringUp:
         #: Shown last; empty if there was no wait.
         self.said = ""
         self._joined = self._submissions = 0
-        self._began = time.monotonic()
+        self._began = monotonic()
 
     def run(self) -> SlurmAllocation:
         """The allocation to use, with this client among its users.
@@ -292,7 +293,7 @@ class BringUp:
                 if allocation is not None:
                     return allocation
             except Unanswered as error:
-                if not has_answered and time.monotonic() - self._began >= _FIRST_ANSWER_S:
+                if not has_answered and monotonic() - self._began >= _FIRST_ANSWER_S:
                     raise ClusterError(
                         f"The cluster {self.cluster.name!r} cannot be looked for: {error}"
                     ) from error
@@ -368,7 +369,7 @@ class BringUp:
                 )
             log = ""
             if "\n" not in why:
-                with contextlib.suppress(ClusterError):
+                with suppress(ClusterError):
                     log = self.allocations.ask("log_end", number=newest.number, job=newest.job)
             raise ClusterError(
                 f"Ray did not come up in Slurm job {newest.job} of the cluster {name!r}: {why}. "
@@ -400,7 +401,7 @@ class BringUp:
         where = f"of the cluster {self.cluster.name!r}"
         self.say(f"Slurm job {newest.job or '…'} {where} {what}.")
         limit_s = self.cluster.queue_timeout_s
-        if limit_s is not None and not has_begun and time.monotonic() - self._began >= limit_s:
+        if limit_s is not None and not has_begun and monotonic() - self._began >= limit_s:
             raise ClusterError(
                 f"Slurm job {newest.job} {where} has not started within "
                 f"queue_timeout_s={limit_s:g}: it {what}."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import os
 import secrets
 import shlex
@@ -11,6 +10,7 @@ import signal
 import socketserver
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class Login:
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 """Carry one connection; without a way it is closed, and its owner asks again."""
-                with contextlib.suppress(ClusterError):
+                with suppress(ClusterError):
                     assert login.ssh is not None
                     subprocess.call(
                         login.ssh.command(f"-W[{host}]:{port}"),

@@ -16,7 +16,6 @@ no answer, and a job that waits in Slurm's queue ends when it starts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pwd
@@ -26,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class ClusterFolder:
         if kept and kept.get("of") == changed_at and 0 <= time.time() - kept["at"] < pause_s:
             return kept["rows"]
         rows = _squeue()
-        with contextlib.suppress(OSError):  # a full disk
+        with suppress(OSError):  # a full disk
             write_file(path, json.dumps({"at": time.time(), "of": changed_at, "rows": rows}))
         return rows
 
@@ -161,7 +161,7 @@ class ClusterFolder:
             os.makedirs(new / folder)
         (new / "users" / user).touch()
         write_file(new / "claimed", user)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.rename(new, self._lives / str(number))
             return True
         shutil.rmtree(new)
@@ -224,7 +224,7 @@ class ClusterFolder:
             # One that Slurm starts again continues, with the jobs that were submitted to it.
             ready = path.glob(f"run/{_read(path / 'job').strip()}.*/ready.json")
             if not (path / "renewed").exists() and not any(ready):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     self.cancel(int(path.name), LEFT_EARLY)
 
     def cancel(self, number: int, why: str) -> bool:
@@ -243,7 +243,7 @@ class ClusterFolder:
         queue = _squeue() if has_ended else None
         if queue is not None and not _jobs_of(path, queue):
             return False  # nor is Slurm about to start it again
-        with contextlib.suppress(OSError):  # a full disk keeps no job alive
+        with suppress(OSError):  # a full disk keeps no job alive
             write_file(path / "stop", why)
         queue = _squeue()
         jobs = [row["number"] for row in _jobs_of(path, queue)]
@@ -309,7 +309,7 @@ def _command(*argv: str, script: str = "", limit_s: float = ANSWER_S) -> tuple[i
 
 def _read(path: Path) -> str:
     """The text of a file; empty without one."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         return path.read_text(encoding="utf-8", errors="replace")
     return ""
 
@@ -322,7 +322,7 @@ def _json(path: Path) -> Row | None:
 
 def _changed_at(path: Path) -> float:
     """When a file was written, by the clock of its file system; 0 without one."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 

@@ -11,7 +11,6 @@ first, because the client takes the first connection that is not refused for a s
 # This file is sent as text and run by the node's Python: the standard library only, Python 3.9.
 
 import asyncio
-import contextlib
 import itertools
 import os
 import re
@@ -19,7 +18,9 @@ import resource
 import socket
 import sys
 import time
+from contextlib import closing, suppress
 from pathlib import Path
+from time import monotonic
 
 _PORTS = re.compile(r"(?<![\w.-])(?:localhost:|127\.0\.0\.1:|\+*server\.port=)(\d{2,5})\b")
 _HERE = "127.0.0.1"
@@ -38,7 +39,7 @@ def ports_in(script: str) -> list[int]:
 
 def answers(host: str, port: int) -> bool:
     """Whether a server listens there."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         socket.create_connection((host, port), 2).close()
         return True
     return False
@@ -51,13 +52,13 @@ def take(port: int) -> socket.socket:
         OSError: another program has it.
     """
     taken = socket.socket()
-    deadline = time.monotonic() + _CLOSING_S
+    deadline = monotonic() + _CLOSING_S
     while True:
         try:
             taken.bind((_HERE, port))
             return taken
         except OSError:
-            if answers(_HERE, port) or time.monotonic() > deadline:
+            if answers(_HERE, port) or monotonic() > deadline:
                 raise
         time.sleep(_AGAIN_S)
 
@@ -79,9 +80,9 @@ async def forward(taken: socket.socket, hosts: tuple[str, ...]) -> None:
         await asyncio.sleep(_AGAIN_S)
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError), contextlib.closing(writer):
+        with suppress(OSError), closing(writer):
             there, back = await asyncio.open_connection(host, port)
-            with contextlib.closing(back):  # when one side breaks off, so does the other
+            with closing(back):  # when one side breaks off, so does the other
                 await asyncio.gather(copy(reader, back), copy(there, writer))
 
     print(f"nemo_run_ray| localhost:{port} is passed on to {host}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import is_credential_name, strict_init
 from nemo_run_ray.integrations.skills import localhost, reader
 from nemo_run_ray.patches import Edit, Patch
-from nemo_run_ray.remote.spec import env_key
+from nemo_run_ray.remote.spec import Json, env_key
 
 _PACKAGE = "nemo_skills"
 #: The parameters of ``get_executor`` that are read here.
@@ -366,7 +366,7 @@ def _pipeline_run(original: Any) -> Any:
     return wrapper
 
 
-def _for_task(config: Mapping[str, Any], with_ray: bool, reuse_code_exp: Any) -> dict[str, Any]:
+def _for_task(config: Json, with_ray: bool, reuse_code_exp: Any) -> Json:
     """The dictionary of a cluster, which also says whether the task is a Ray program.
 
     Raises:
@@ -437,7 +437,7 @@ def _upload(original: object, bound: inspect.BoundArguments) -> None:
 
 
 #: The wrappers of functions of NeMo-Skills, which replace them in each of its modules.
-_WRAPPERS: dict[str, Any] = {
+_WRAPPERS: Json = {
     "read_config": _read_config,
     "should_get_random_port": _should_get_random_port,
     "get_executor": _on_ray(_get_executor),

@@ -7,14 +7,13 @@ ray}``, or ``ray_endpoint``), and a staged executor (``executor: ray``).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from nemo_run_ray.cluster_files.load import Document, KeyPath, dotted
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.fields import is_credential_name
 from nemo_run_ray.integrations.foreign import Translation, at
+from nemo_run_ray.remote.spec import Env, Json
 
 FORMAT = "NeMo-Skills"
 _KUBERNETES = ("kubernetes-ray", "ray-kubernetes", "ray_kubernetes")
@@ -84,7 +83,7 @@ def _opened(document: Document) -> tuple[Translation, str, str, str, bool]:
     return file, executor, section, name, is_for_ray
 
 
-def read(document: Document, profile: str | None, environ: Mapping[str, str]) -> Document:
+def read(document: Document, profile: str | None, environ: Env) -> Document:
     """Bring a file of NeMo-Skills into our form.
 
     Args:
@@ -170,7 +169,7 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
     file.ignore_rest((section,), ("name", "kubernetes", "working_dir", *_ADDRESSES, *_LABELS))
 
 
-def _labels(file: Translation, path: KeyPath) -> dict[str, Any]:
+def _labels(file: Translation, path: KeyPath) -> Json:
     """Labels; a number is one as NeMo-Skills writes it."""
     table = file.of(dict, *path)
     return {key: str(v) if type(v) in (int, float) else v for key, v in table.items()}
@@ -189,7 +188,7 @@ _LISTS = ("required_env_vars", "env_vars")
 _REFERENCE = re.compile(r"\$(\{)?([A-Za-z_]\w*)(?(1)\})")
 
 
-def _put_variables(file: Translation, added_by: KeyPath, environ: Mapping[str, str]) -> None:
+def _put_variables(file: Translation, added_by: KeyPath, environ: Env) -> None:
     """Read the variables of a file, and add those that NeMo-Skills does."""
 
     def add(kind: tuple[str, ...], name: str, path: KeyPath) -> None:

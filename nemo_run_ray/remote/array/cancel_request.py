@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from contextlib import suppress
+from time import monotonic
 from typing import List, Tuple
 
 from ..files import open_own
@@ -42,14 +43,14 @@ def run(submission_id: str, request: str) -> int:
     """The program of the job: write a request, and wait until the driver has taken it."""
     folder = log_folder(submission_id)
     nonce = submission_id.rpartition("-")[2]
-    path = os.path.join(folder, f"{_prefix(submission_id)}{nonce}")
-    part = os.path.join(folder, f".{os.path.basename(path)}")
+    path = f"{folder}/{_prefix(submission_id)}{nonce}"
+    part = f"{folder}/.{os.path.basename(path)}"
     with open(open_own(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(request)
     os.rename(part, path)
-    until = time.monotonic() + TAKEN_S
+    until = monotonic() + TAKEN_S
     while os.path.exists(path):
-        if time.monotonic() >= until:
+        if monotonic() >= until:
             with suppress(FileNotFoundError):
                 os.remove(path)
             say(f"the array's driver has not taken the request within {TAKEN_S:.0f} s")
@@ -61,7 +62,7 @@ def run(submission_id: str, request: str) -> int:
 def request_paths(folder: str, submission_id: str) -> List[str]:
     """The requests for one array that its driver has not removed."""
     names = [name for name in os.listdir(folder) if name.startswith(_prefix(submission_id))]
-    return [os.path.join(folder, name) for name in sorted(names)]
+    return [f"{folder}/{name}" for name in sorted(names)]
 
 
 def _prefix(submission_id: str) -> str:

@@ -18,17 +18,18 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from time import monotonic
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..files import open_own, write_file
-from ..fit import TOLERANCE, Node, ResourceRequest, matches, nodes_of, slots, why_not
+from ..fit import TOLERANCE, Amounts, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..fit import hosts as nodes_that_fit
 from ..hosts.actors import Actors, ReplicaHandle, Reports, is_cancelled
 from ..hosts.relay import PROGRAM
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, read_secrets, remove_secrets
 from ..node.supervise import Runner
-from ..spec import ArrayRows, ArraySpec, status_file_name
+from ..spec import ArrayRows, ArraySpec, Json, status_file_name
 from ..status import STATES_FILE, JobExit, Reason, cause_of, file_of, node_dead_s
 from .cancel_request import log_folder, request_paths
 from .elements import ElementState, HostRecord, Leases
@@ -62,7 +63,7 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
     """Run an array to its end; its exit code."""
     try:
         folder, secrets = log_folder(submission_id), read_secrets(spec.secrets)
-        path = os.path.join(jobs_folder(), job, spec.elements)
+        path = f"{jobs_folder()}/{job}/{spec.elements}"
         leases = Leases(spec, path, submission_id, folder)
         starts = HostStarts(spec, job, secrets, leases.progress.count)
         try:
@@ -141,12 +142,12 @@ class HostStarts:
             for node in (*status.active_nodes, *status.idle_nodes)
         }
 
-    def start(self, record: HostRecord, node: Node, count: int) -> Tuple[Host, Dict[str, Any]]:
+    def start(self, record: HostRecord, node: Node, count: int) -> Tuple[Host, Json]:
         """Start the actor of a host on a node; and the order that makes the host ready."""
         role = self._role
         resources = {key: amount * count for key, amount in role.resources.items()}
         host = Host((role.name, record.number), role, node, record.tag, record.run_dir, slots=count)
-        host.deadline = time.monotonic() + _PLACED_S
+        host.deadline = monotonic() + _PLACED_S
         self.actors.start(host, resources, self._on(node.node_id, soft=False), "array.host")
         return host, {**self.actors.prepare_order(host), **self._order, "slots": count}
 
@@ -166,7 +167,7 @@ class HostStarts:
             count = len(self._forgetting)
             self._ray.wait(self._forgetting, num_returns=count, timeout=_END_MARGIN_S)
 
-    def _run_notes(self, node_id: str, request: Mapping[str, Any]) -> Any:
+    def _run_notes(self, node_id: str, request: Json) -> Any:
         env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
         task = self.actors.run_module.options(
             num_cpus=0, max_retries=0, scheduling_strategy=self._on(node_id, soft=False)
@@ -175,19 +176,19 @@ class HostStarts:
             self.actors.package, PROGRAM, f"{__package__}.notes", json.dumps(request), env
         )
 
-    def swept(self, reference: Any) -> Optional[Mapping[str, Any]]:
+    def swept(self, reference: Any) -> Optional[Json]:
         """The answer of a sweep; ``None`` when it is not there yet."""
         if not self._ray.wait([reference], timeout=0)[0]:
             return None
         try:
-            answer: Mapping[str, Any] = json.loads(self._ray.get(reference))
+            answer: Json = json.loads(self._ray.get(reference))
         except self._ray.exceptions.RayError as error:
             return {"swept": [], "remaining": f"{type(error).__name__}: {error}"}
         return answer
 
 
 def hosts_to_start(
-    available: Mapping[str, Mapping[str, float]], need: Mapping[str, float], wanted: int
+    available: Mapping[str, Amounts], need: Amounts, wanted: int
 ) -> List[Tuple[str, int]]:
     """The hosts to start, as nodes and slots: evenly over the nodes that have room.
 
@@ -234,14 +235,14 @@ class ArrayDriver:
         self._folder, self._submission_id = folder, submission_id
         self._request = ResourceRequest(spec.host.resources, spec.host.label_selector)
         self._look_at = self._tell_at = self._write_at = 0.0
-        self._tell_progress_at = time.monotonic() + _TELL_S
-        self._counts = deque([(time.monotonic(), self._progress.ended_count)], maxlen=_RATE_ROWS)
+        self._tell_progress_at = monotonic() + _TELL_S
+        self._counts = deque([(monotonic(), self._progress.ended_count)], maxlen=_RATE_ROWS)
         self._nodes: Dict[str, Node] = {}
         #: Of a node how often in a row no host could begin, and when the next one may be started.
         self._refusals: Dict[str, Tuple[int, float]] = {}
         self._cannot: Set[str] = set()  # nodes that cannot run elements
         self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
-        self._sweeps: Dict[str, Any] = {}  # by node
+        self._sweeps: Json = {}  # by node
         self._sweep_at: Dict[str, float] = {}  # not before
         self._settled_at: Optional[float] = None
         self._is_stopped = self._is_cancelled = False
@@ -288,7 +289,7 @@ class ArrayDriver:
 
     def _turn(self) -> None:
         self._obey()
-        now = time.monotonic()
+        now = monotonic()
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._cancel_requested()
@@ -317,7 +318,7 @@ class ArrayDriver:
         continue. An array that was cancelled waits no longer, and one of which nothing runs any
         more is broken at last.
         """
-        until = time.monotonic() + _DISK_S
+        until = monotonic() + _DISK_S
         while True:
             try:
                 self._leases.commit()
@@ -325,7 +326,7 @@ class ArrayDriver:
             except OSError as error:
                 say(f"the head cannot write its journal ({error}); no element is started meanwhile")
                 is_last = self._is_stopped or self._progress.is_settled
-                if is_last and time.monotonic() >= until:
+                if is_last and monotonic() >= until:
                     unwritten = "how the last elements have ended, or their results"
                     self.broken = Reason.EXIT_CODE, f"the head's disk has not taken {unwritten}"
                 if self._is_cancelled or self.broken is not None:
@@ -339,7 +340,7 @@ class ArrayDriver:
         Nothing that the array does is decided by these files. A large array's take long to write,
         and are written so seldom that it costs the driver a twentieth of its time.
         """
-        now, progress = time.monotonic(), self._progress
+        now, progress = monotonic(), self._progress
         if now < self._write_at and not is_last:
             return
         ended, failed = progress.ended_count, progress.number(ElementState.FAILED)
@@ -366,11 +367,11 @@ class ArrayDriver:
             )
         states = "".join(json.dumps(stretch) + "\n" for stretch in progress.stretches())
         with suppress(OSError):  # a full disk: the array continues, and is not shown
-            path = os.path.join(self._folder, status_file_name(self._submission_id))
+            path = f"{self._folder}/{status_file_name(self._submission_id)}"
             write_file(path, json.dumps(rows))
-            path = os.path.join(self._folder, file_of(self._submission_id, STATES_FILE))
+            path = f"{self._folder}/{file_of(self._submission_id, STATES_FILE)}"
             write_file(path, states)
-        self._write_at = now + _WRITE_S + _PAUSE * (time.monotonic() - now)
+        self._write_at = now + _WRITE_S + _PAUSE * (monotonic() - now)
 
     # ------------------------------------------------------------------ leases
 
@@ -416,7 +417,7 @@ class ArrayDriver:
             if host is not None:
                 self._report(host, report)
 
-    def _report(self, host: Host, report: Mapping[str, Any]) -> None:
+    def _report(self, host: Host, report: Json) -> None:
         kind, node, number = report["at"], host.node, host.number
         if kind == "text":
             prefix = f"{report['element']}| "
@@ -440,7 +441,7 @@ class ArrayDriver:
             self._leases.give_back(number, begun=())
             self._commit()  # before it removes its notes
             self._actors.order(host, {"do": "leave"})
-            host.state, host.deadline = HostState.LEAVING, time.monotonic() + _END_MARGIN_S
+            host.state, host.deadline = HostState.LEAVING, monotonic() + _END_MARGIN_S
         elif kind == "gone" and host.state is HostState.LEAVING:
             self._drop(host)
         else:  # ``unprepared``, ``failed``, ``gone`` or ``died``
@@ -456,7 +457,7 @@ class ArrayDriver:
 
         Where it could not begin, none is started for a while.
         """
-        node_id, node, now = host.node.node_id, host.node.host, time.monotonic()
+        node_id, node, now = host.node.node_id, host.node.host, monotonic()
         if cause is None and host.state is not HostState.STARTING:
             say(f"the host on {node} has died: {reason}")
             return
@@ -533,7 +534,7 @@ class ArrayDriver:
             self._drop(host)
             return
         host.state = HostState.ENDING
-        host.deadline = time.monotonic() + self._spec.grace_s + _END_MARGIN_S
+        host.deadline = monotonic() + self._spec.grace_s + _END_MARGIN_S
         self._actors.order(host, {"do": "end"})
 
     def _drop(self, host: Host) -> None:
@@ -603,7 +604,7 @@ class ArrayDriver:
             if not self._is_stopped or record.node_id in self._nodes
         ]
         until = self._settled_at + self._spec.grace_s + _CLOSE_S
-        return not (self.hosts or dead) or time.monotonic() >= until
+        return not (self.hosts or dead) or monotonic() >= until
 
     def _obey(self) -> None:
         if is_cancelled(self._runner) and not self._is_stopped:

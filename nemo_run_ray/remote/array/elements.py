@@ -28,7 +28,7 @@ from typing import (
 
 from ..files import open_own
 from ..node.output import say
-from ..spec import ArraySpec
+from ..spec import ArraySpec, Json
 from ..status import JOURNAL_FILE, RESULTS_FILE, file_of, first_id
 
 
@@ -53,9 +53,9 @@ class Elements:
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, index: int) -> Dict[str, Any]:
+    def __getitem__(self, index: int) -> Json:
         self._file.seek(self._places[index])
-        element: Dict[str, Any] = json.loads(self._file.readline())
+        element: Json = json.loads(self._file.readline())
         return element
 
 
@@ -290,7 +290,7 @@ class Leases:
         self._elements = Elements(path)
         self._job_id = first_id(submission_id)
         self._journal, self._results = (
-            LinesFile(os.path.join(folder, file_of(submission_id, kind)))
+            LinesFile(f"{folder}/{file_of(submission_id, kind)}")
             for kind in (JOURNAL_FILE, RESULTS_FILE)
         )
         self.seconds: Optional[float] = None

@@ -22,12 +22,12 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
 import types
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from time import monotonic
 from typing import Any, NoReturn
 
 #: The name of this package here. No folder of it is put on the task's path.
@@ -54,9 +54,9 @@ def main(argv: list[str]) -> None:
         channel = socket.socket(fileno=int(last))
         os.set_inheritable(channel.fileno(), False)
         if template is None:  # each task has its own; one that is broken fails with its element
-            until = time.monotonic() + _IMPORT_S
+            until = monotonic() + _IMPORT_S
             for line in file:
-                if time.monotonic() >= until:
+                if monotonic() >= until:
                     break
                 with suppress(BaseException):
                     _load(json.loads(line)["template"], "")

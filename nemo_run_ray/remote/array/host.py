@@ -19,13 +19,13 @@ import subprocess
 import time
 from collections import deque
 from contextlib import suppress
+from time import monotonic
 from typing import (
     Any,
     Deque,
     Dict,
     Iterator,
     List,
-    Mapping,
     NoReturn,
     Optional,
     Sequence,
@@ -48,6 +48,7 @@ from ..node.supervise import (
     signal_all,
     wake_at,
 )
+from ..spec import Env, Json
 from .fork_server import PACKET_MAX
 from .notes import Notes, forget
 
@@ -71,7 +72,7 @@ OUTPUT_MAX = 16 * 2**20
 #: Characters of its last line that explain a failure.
 _LAST_MAX = 200
 #: The program that the task's interpreter runs.
-_PROGRAM = os.path.join(os.path.dirname(__file__), "fork_server.py")
+_PROGRAM = f"{os.path.dirname(__file__)}/fork_server.py"
 #: Deaths of the fork server in a row, before an element has begun, that are too many.
 _FALSE_STARTS_MAX = 5
 #: Elements that the fork server is asked for at a time: its socket has room for as many orders.
@@ -91,7 +92,7 @@ class HostProcess:
         self._place: Any = None  # a ``Workspace`` from the first order on
         self._fork_server: Optional[ForkServer] = None
         self._slots: List[Dict[str, str]] = []  # the variables of each that is free
-        self._waiting: Deque[Tuple[Lease, Dict[str, Any]]] = deque()  # with their lines
+        self._waiting: Deque[Tuple[Lease, Json]] = deque()  # with their lines
         self._running: List[RunningElement] = []
         self._orphans = Orphans()
         self._look_at = self._grace_s = 0.0
@@ -145,8 +146,8 @@ class HostProcess:
 
     # ------------------------------------------------------------------ orders
 
-    def _obey(self, order: Mapping[str, Any]) -> None:
-        kind, kill_at = order["do"], time.monotonic() + self._grace_s
+    def _obey(self, order: Json) -> None:
+        kind, kill_at = order["do"], monotonic() + self._grace_s
         if kind == "prepare":
             self._prepare(order)
         elif kind == "run":
@@ -168,7 +169,7 @@ class HostProcess:
         elif kind == "leave":
             self._is_leaving = True
 
-    def _prepare(self, order: Mapping[str, Any]) -> None:
+    def _prepare(self, order: Json) -> None:
         self._order, self._place = order, Workspace(order)
         self._grace_s = self._place.role.task.grace_s
         try:
@@ -190,7 +191,7 @@ class HostProcess:
 
     # ------------------------------------------------------------------ starts
 
-    def _start(self, lease: Lease, line: Dict[str, Any]) -> None:
+    def _start(self, lease: Lease, line: Json) -> None:
         self._notes.add(lease)
         element = RunningElement(lease, line, self._slots.pop())
         self._running.append(element)
@@ -232,7 +233,7 @@ class HostProcess:
 
     def _result_of(self, element: RunningElement) -> str:
         """The file in which an element leaves its result."""
-        return os.path.join(self._place.root, f"result-{element.lease[0]}")
+        return f"{self._place.root}/result-{element.lease[0]}"
 
     # ------------------------------------------------------------------ ends
 
@@ -242,7 +243,7 @@ class HostProcess:
             if element.fd in ready:
                 self._report_text(element, element.read())
         self._reap()
-        self._end_what_is_over(time.monotonic())
+        self._end_what_is_over(monotonic())
         # Last: what has ended has made room, and nothing else would wake the loop.
         while self._may_begin and self._waiting and self._slots:
             if self._is_full and self._running:
@@ -362,7 +363,7 @@ class RunningElement:
         fd: the read end of its output; ``None`` after the output's end.
     """
 
-    def __init__(self, lease: Lease, line: Dict[str, Any], slot: Dict[str, str]) -> None:
+    def __init__(self, lease: Lease, line: Json, slot: Dict[str, str]) -> None:
         self.lease, self.line, self.slot = lease, line, slot
         self.pid: Optional[int] = None
         self.fd: Optional[int] = None
@@ -370,7 +371,7 @@ class RunningElement:
         self.seconds = 0.0
         self._reason = ""  # why it could not be started
         self._kill_at: Optional[float] = None
-        self._began = time.monotonic()
+        self._began = monotonic()
         self._lines = Lines()
         self._passed_on = 0
         self._last = ""
@@ -381,7 +382,7 @@ class RunningElement:
         os.set_blocking(self.fd, False)
         return write_end
 
-    def start(self, words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+    def start(self, words: Sequence[str], env: Env, cwd: str) -> None:
         """Start its command; one that cannot be started has ended.
 
         Raises:
@@ -439,7 +440,7 @@ class RunningElement:
     def ended(self, code: int, reason: str = "") -> None:
         """Note the exit code, and why it could not be started."""
         self.code, self._reason = code, reason
-        self.seconds = time.monotonic() - self._began
+        self.seconds = monotonic() - self._began
 
     @property
     def is_ending(self) -> bool:
@@ -483,7 +484,7 @@ class ForkServer:
 
     def __init__(self, place: Workspace, elements: str) -> None:
         self._place, self._elements = place, elements
-        self._log = os.path.join(place.root, "fork_server.log")
+        self._log = f"{place.root}/fork_server.log"
         self._asked: Dict[int, RunningElement] = {}  # by their indices, until they have begun
         self._false_starts = 0
         self.obstacles: List[str] = []
@@ -506,7 +507,7 @@ class ForkServer:
         """Whether it has imported everything, and can be asked for an element."""
         return self._is_ready and len(self._asked) < _ASKED_MAX
 
-    def ask(self, element: RunningElement, message: Dict[str, Any]) -> None:
+    def ask(self, element: RunningElement, message: Json) -> None:
         """Ask for a process for an element."""
         key, write_end = element.lease[0], element.pipe()
         self._asked[key] = element
@@ -571,9 +572,7 @@ class ForkServer:
         self._channel.close()
 
 
-def _start(
-    words: Sequence[str], env: Mapping[str, str], cwd: str, output: int, fds: Sequence[int] = ()
-) -> int:
+def _start(words: Sequence[str], env: Env, cwd: str, output: int, fds: Sequence[int] = ()) -> int:
     """Start a command in a session of its own; its process id."""
     # Without a function between fork and exec, Python uses vfork, which is quicker.
     process = subprocess.Popen(

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from time import monotonic
 from typing import Any, List, Sequence, Set, Tuple
 
 from ..files import open_own
@@ -71,7 +72,7 @@ def _folder_of(run_dir: str) -> str:
 
 
 def _path_in(folder: str, run_dir: str) -> str:
-    return os.path.join(folder, f"{run_dir}.notes")
+    return f"{folder}/{run_dir}.notes"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -94,7 +95,7 @@ def _end_all(tags: Sequence[str]) -> str:
     later, or note ends that this causes. Its watchdog then kills what is below it, also what has
     lost its mark, and last comes what carries the host's tag.
     """
-    until = time.monotonic() + _TELL_S
+    until = monotonic() + _TELL_S
     clean_looks = 0
     pids: Set[int] = set()
     while tags and clean_looks < _CLEAN_LOOKS:
@@ -109,7 +110,7 @@ def _end_all(tags: Sequence[str]) -> str:
             for pid in watchdogs:
                 kill(pid, signal.SIGCONT)
             pids |= {*watchdogs, *found}
-        if pids and time.monotonic() >= until:
+        if pids and monotonic() >= until:
             break
         clean_looks = 0 if pids else clean_looks + 1
         time.sleep(ROUND_S)

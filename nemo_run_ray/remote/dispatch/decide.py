@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Mapping, NamedTuple, Sequence
 
 from ..files import ENDS_AT, LASTS_S, RENEWS
-from ..spec import DispatchedJobSpec, DispatchSpec, OutsideSpec, cancel_id
+from ..spec import DispatchedJobSpec, DispatchSpec, Env, OutsideSpec, cancel_id
 from ..status import (
     CANCELLED,
     NODE_DEAD_S,
@@ -314,7 +314,7 @@ class TimeLeft(NamedTuple):
         return "" if is_closing or needs_s > self.left_s else None
 
 
-def time_left(env: Mapping[str, str], now: float) -> TimeLeft | None:
+def time_left(env: Env, now: float) -> TimeLeft | None:
     """The remaining time by the dispatcher's environment; ``None`` where nothing ends Ray."""
     if ENDS_AT not in env:
         return None

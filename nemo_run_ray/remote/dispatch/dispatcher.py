@@ -14,7 +14,8 @@ import os
 import time
 import zipfile
 from contextlib import suppress
-from typing import Any, Callable, Mapping
+from time import monotonic
+from typing import Callable, Mapping
 
 from .. import carried_over
 from ..dashboard import (
@@ -29,7 +30,7 @@ from ..end_record import LostEnds, lock_of, proof_of
 from ..files import LIFE, RUN
 from ..node.output import say
 from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
-from ..spec import LOCK_KEY, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec
+from ..spec import LOCK_KEY, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec, Json
 from ..status import (
     STOP_AGAIN_S,
     STOP_TRUST_S,
@@ -144,13 +145,13 @@ class Dispatcher:
         if self._earlier is None:
             rows = carried_over.rows_before(os.environ.get(LIFE, ""), os.environ.get(RUN, ""))
             self._earlier = {name: attempt_of_row(row) for name, row in rows.items()}
-        began = time.monotonic()
+        began = monotonic()
         table = dict(self._earlier)
         for row in self._api.rows():
             name = str(row["submission_id"])
             if first_id(name) in self._ids:
                 table[name] = attempt_of_row(self._ends.restored(row))
-        self._look_s = time.monotonic() - began
+        self._look_s = monotonic() - began
         self._troubles.pop("", None)
         own = table.get(self._own_id)
         if own is not None and own.nonce == self._dispatch.nonce:
@@ -193,7 +194,7 @@ class Dispatcher:
         self._api.post(claim_body(name, job.nonce, why))
         return True
 
-    def _body(self, job: DispatchedJobSpec, number: int) -> dict[str, Any]:
+    def _body(self, job: DispatchedJobSpec, number: int) -> Json:
         """The body of the request for a job's n-th attempt. Its archive with the values of its
         secrets and the key of its end is uploaded."""
         missing = [secret for secret in job.secrets if secret not in self._secrets]
@@ -262,14 +263,14 @@ def find_dashboard(dispatch: DispatchSpec) -> DashboardClient:
     # inherits that of the cluster around it. No other port is shown the token.
     own = "" if os.environ.get(EMBEDDED) else os.environ.get(DASHBOARD)
     give_up_at = float("inf")
-    while time.monotonic() < give_up_at:
+    while monotonic() < give_up_at:
         for url in [own] if own else candidates(dispatch.dashboards):
             with suppress(Unanswered):
                 session = DashboardClient(url, timeout_s=5.0).session()
                 # A dispatch continues in the next allocation, whose Ray has another name.
                 if own or session == dispatch.session:
                     return DashboardClient(url)
-                give_up_at = min(give_up_at, time.monotonic() + FOREIGN_MAX_S)
+                give_up_at = min(give_up_at, monotonic() + FOREIGN_MAX_S)
         time.sleep(1.0)
     raise WrongCluster(
         f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}"

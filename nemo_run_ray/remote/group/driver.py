@@ -14,15 +14,26 @@ import secrets
 import time
 from collections import Counter
 from contextlib import suppress
+from time import monotonic
 from typing import Any, Mapping, Sequence
 
 from ..files import write_file
-from ..fit import Node, ResourceRequest, amounts_text, fits, hosts, nodes_of, slots, why_not
+from ..fit import (
+    Amounts,
+    Node,
+    ResourceRequest,
+    amounts_text,
+    fits,
+    hosts,
+    nodes_of,
+    slots,
+    why_not,
+)
 from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, is_cancelled, name
 from ..node.output import NO_PROCESS_LEFT, say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
-from ..spec import RENDEZVOUS, GroupRows, GroupSpec, RoleSpec, env_key, status_file_name
+from ..spec import RENDEZVOUS, GroupRows, GroupSpec, Json, RoleSpec, env_key, status_file_name
 from ..status import Phase, Reason, ReplicaState
 from . import machine
 from .machine import Event, Group, Kind, Replica
@@ -55,7 +66,7 @@ class GroupDriver:
         self._ray = self._actors.ray
         self._watch_at = self._tell_at = self._placed_at = 0.0
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
-        self._rows_path = os.path.join(folder, status_file_name(submission_id))
+        self._rows_path = f"{folder}/{status_file_name(submission_id)}"
         self._shown = ""
         self._group = Group(
             {
@@ -112,14 +123,14 @@ class GroupDriver:
                 self._actors.start(handle, role.resources, strategy(room.group, bundle))
                 names.append(node.host)
             say(f"{role.name} goes to {', '.join(dict.fromkeys(names))}")
-        self._placed_at = time.monotonic()
+        self._placed_at = monotonic()
         self._tell_at = self._placed_at + _TELL_S
 
     # ------------------------------------------------------------------ what happens
 
     def _turn(self) -> None:
         self._obey()
-        now, replicas = time.monotonic(), self._group.replicas.values()
+        now, replicas = monotonic(), self._group.replicas.values()
         for handle in [one.handle for one in replicas]:
             if handle.end_by is not None and now >= handle.end_by:
                 handle.end_by = None
@@ -167,7 +178,7 @@ class GroupDriver:
         for order, replica_id in orders:
             replica = replicas[replica_id]
             handle = replica.handle
-            values: dict[str, Any] = {}
+            values: Json = {}
             if order == machine.PREPARE:
                 values = self._actors.prepare_order(handle)
             elif order == machine.START:
@@ -177,7 +188,7 @@ class GroupDriver:
                 ports = {key: one.handle.ports for key, one in replicas.items()}
                 values = {"env": variables(self._spec, replica_id, addresses, ports)}
             else:
-                handle.end_by = time.monotonic() + handle.role.task.grace_s + _END_MARGIN_S
+                handle.end_by = monotonic() + handle.role.task.grace_s + _END_MARGIN_S
             self._actors.order(handle, {**values, "do": order})
         self._show()
 
@@ -220,7 +231,7 @@ class PlacementGroup:
     def __init__(self, ray: Any, spec: GroupSpec) -> None:
         self._ray = ray
         self._spec = spec
-        self._began_at = time.monotonic()
+        self._began_at = monotonic()
         self._tell_at = self._others_at = self._infeasible_at = self._began_at + _FIRST_S
         self._turn = 0
         self._pause_s = _LOOK_S
@@ -236,7 +247,7 @@ class PlacementGroup:
             return Event(Kind.PLACED)
         time.sleep(self._pause_s)  # Ray's own wait takes whole seconds only: 0.2 is none at all
         self._pause_s = min(self._pause_s * 1.3, _LOOK_MAX_S)
-        now, spec = time.monotonic(), self._spec
+        now, spec = monotonic(), self._spec
         infeasible = ""
         stats = self._ray.util.placement_group_table(self.group).get("stats", {})
         if stats.get("scheduling_state") == "INFEASIBLE":
@@ -308,7 +319,7 @@ def requests_of(spec: GroupSpec, nodes: Sequence[Node], turn: int = 0) -> list[R
 
 
 def why_waiting(
-    spec: GroupSpec, nodes: Sequence[Node], available: Mapping[str, float], infeasible: str = ""
+    spec: GroupSpec, nodes: Sequence[Node], available: Amounts, infeasible: str = ""
 ) -> tuple[str, bool]:
     """One line for a group that waits: asked, available, what does not fit and why.
 
@@ -374,7 +385,7 @@ def own_python_s(role: RoleSpec) -> float:
     return _OWN_PYTHON_S
 
 
-def event_of(handle: ReplicaHandle, report: Mapping[str, Any]) -> Event | None:
+def event_of(handle: ReplicaHandle, report: Json) -> Event | None:
     """The event of a report; what the replica has printed is written into the log."""
     kind, words, who = report["at"], report.get("words", ""), name(handle.replica_id)
     if kind == "text":

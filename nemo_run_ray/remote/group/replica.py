@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
-from typing import Any, Mapping, NoReturn, Sequence
+from typing import Any, NoReturn, Sequence
 
 from ..hosts.relay import Channel, become_supervised
 from ..hosts.workspace import Workspace
 from ..node.output import Lines
 from ..node.probe import Probing
 from ..node.supervise import Child, Supervisor
+from ..spec import Json
 
 #: Seconds of one turn of the loop when there is nothing to look after, and beside a probe.
 _IDLE_S, _PROBING_S = 60.0, 0.2
@@ -64,7 +65,7 @@ class ReplicaProcess:
 
     # ------------------------------------------------------------------ orders
 
-    def _prepare(self, order: Mapping[str, Any]) -> None:
+    def _prepare(self, order: Json) -> None:
         self._workspace, self._index = Workspace(order), int(order["index"])
         try:
             self._workspace.prepare(self._folder)
@@ -73,7 +74,7 @@ class ReplicaProcess:
             return
         self._channel.report("prepared", ports=self._workspace.ports)
 
-    def _start(self, order: Mapping[str, Any]) -> None:
+    def _start(self, order: Json) -> None:
         place: Workspace = self._workspace
         role = place.role
         place.begin(order["env"])
@@ -98,7 +99,7 @@ class ReplicaProcess:
         if text:
             self._channel.report("text", text=text)
 
-    def _end(self, order: Mapping[str, Any]) -> None:
+    def _end(self, order: Json) -> None:
         if self._children.children and not self._children.are_ending:
             self._stop_probing()  # what it starts from now on would miss the signal
             self._children.end(self._workspace.role.task.grace_s)

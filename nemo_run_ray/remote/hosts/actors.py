@@ -23,14 +23,15 @@ import time
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from .. import FOLDER
-from ..fit import Node
+from ..fit import Amounts, Node
 from ..node.output import say, write
 from ..node.rundir import JOB_CONFIG, jobs_folder
 from ..node.supervise import Runner
-from ..spec import CODE, RoleSpec, to_json
+from ..spec import CODE, Json, RoleSpec, to_json
 from ..status import Reason, cause_of
 
 #: One replica of one role.
@@ -47,7 +48,7 @@ _UNANSWERED_S = 15.0
 _CLOSE_S = 10.0
 #: Reports of a replica, of which each has its kind as ``at``. Those of the kind ``died`` are made
 #: here: with ``words``, and as ``cause`` that of an actor which never came up.
-Reports = List[Mapping[str, Any]]
+Reports = List[Json]
 #: Variables of the driver that a role needs: which attempt it is, and what a Ray program needs.
 _PASSED_ON = ("NEMO_RUN_ATTEMPT", "RAY_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV")
 
@@ -119,14 +120,14 @@ class Actors:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray's handler would leave at once
         self.ray: Any = ray
         self._class, self.run_module = map(ray.remote, sent_by_value())
-        self._codes: Dict[str, Any] = {}  # by the folder on this node
+        self._codes: Json = {}  # by the folder on this node
         self._awaited: Dict[Any, Tuple[float, ReplicaHandle]] = {}  # since when
         self.package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
 
     def start(
         self,
         replica: ReplicaHandle,
-        resources: Mapping[str, float],
+        resources: Amounts,
         strategy: Any,
         program: str = "group.replica",
     ) -> None:
@@ -153,7 +154,7 @@ class Actors:
         ).remote((replica.tag, replica.run_dir, program), self.package, *code)
         self.pull(replica)
 
-    def prepare_order(self, replica: ReplicaHandle) -> Dict[str, Any]:
+    def prepare_order(self, replica: ReplicaHandle) -> Json:
         """The order that makes the run directory of a role on its node, and reserves its ports."""
         role = replica.role
         given = {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
@@ -179,7 +180,7 @@ class Actors:
             "secrets": {secret: self._secrets[secret] for secret in role.task.secrets},
         }
 
-    def order(self, replica: ReplicaHandle, order: Mapping[str, Any]) -> None:
+    def order(self, replica: ReplicaHandle, order: Json) -> None:
         """Give a replica an order; nothing is answered to it."""
         replica.actor.order.remote(replica.orders, dict(order))
         replica.orders += 1
@@ -187,14 +188,14 @@ class Actors:
     def pull(self, replica: ReplicaHandle) -> None:
         """Ask an actor for its replica's reports that are not here yet."""
         reference = replica.actor.pull.remote(replica.seen, _PULL_S)
-        self._awaited[reference] = time.monotonic(), replica
+        self._awaited[reference] = monotonic(), replica
 
     def answers(self) -> Iterator[Tuple[ReplicaHandle, Reports]]:
         """Wait a moment for the next answer, and yield all that have arrived.
 
         An actor is asked again when its reports have been taken.
         """
-        now = time.monotonic()
+        now = monotonic()
         for reference, (asked_at, replica) in list(self._awaited.items()):
             if now >= asked_at + _UNANSWERED_S and replica.answers:
                 del self._awaited[reference]
@@ -308,15 +309,15 @@ def sent_by_value() -> Tuple[Any, Any]:
             try:
                 for kind, data in (("package", package), (name, code)):
                     if data:
-                        unpack(data, os.path.join(folder, kind))
-                sys.path.append(os.path.join(folder, "package"))
+                        unpack(data, f"{folder}/{kind}")
+                sys.path.append(f"{folder}/package")
                 relay = importlib.import_module("nemo_run_ray_remote.hosts.relay")
                 self._relay = relay.Relay(folder, *place)
             except BaseException:  # a full disk
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
 
-        def order(self, number: int, order: Dict[str, Any]) -> None:
+        def order(self, number: int, order: Json) -> None:
             self._relay.order(number, order)
 
         def pull(self, seen: int, patience_s: float) -> Any:

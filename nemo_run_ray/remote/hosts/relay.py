@@ -53,6 +53,7 @@ from ..node.supervise import (
     kill_tagged,
     name_process,
 )
+from ..spec import Json
 
 #: The last line to the actor: all orders are carried out, and nothing is left.
 OVER = b'{"at": "over"}\n'
@@ -85,7 +86,7 @@ class Relay:
         self._folder, self._tag, self._run_dir = folder, tag, run_dir
         self._changed = threading.Condition()
         self._ordering = threading.Lock()
-        self._early: Dict[int, Dict[str, Any]] = {}
+        self._early: Dict[int, Json] = {}
         self._kept: Deque[bytes] = deque()  # reports
         #: Numbers of the next order and of the oldest report that is kept.
         self._next = self._first = self._kept_bytes = 0
@@ -103,7 +104,7 @@ class Relay:
         theirs.close()
         threading.Thread(target=self._listen, name="reports", daemon=True).start()
 
-    def order(self, number: int, order: Dict[str, Any]) -> None:
+    def order(self, number: int, order: Json) -> None:
         """Pass an order on: once, and in the order of the numbers, however often it comes."""
         with self._ordering:
             if order["do"] == "prepare":

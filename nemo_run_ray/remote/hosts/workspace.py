@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Dict, List, Sequence, Tuple
 
 from .. import FOLDER
 from ..node import command
 from ..node.rundir import JOBS, RunDir
 from ..node.supervise import SUPERVISOR_TAG, TAG
-from ..spec import ProbeSpec, RoleSpec, from_json
+from ..spec import Env, Json, ProbeSpec, RoleSpec, from_json
 
 #: Variables by which a worker knows its raylet and job, for which a role that is a Ray program has
 #: others, and the mark of this package's own process.
@@ -20,7 +20,7 @@ _OF_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", SUPERVISOR_TAG)
 class Workspace:
     """The place of one replica. Nothing is made or reserved before ``prepare``."""
 
-    def __init__(self, order: Mapping[str, Any]) -> None:
+    def __init__(self, order: Json) -> None:
         role = from_json(order["role"])
         assert isinstance(role, RoleSpec)
         self._order, self.role, self.address = order, role, str(order["address"])
@@ -41,7 +41,7 @@ class Workspace:
         """
         order, role, run_dir = self._order, self.role, self._run_dir
         code = os.path.join(folder, order["code"]) if role.task.has_code else None
-        run_dir.create(os.path.join(os.path.dirname(FOLDER), JOBS), order["job"], code)
+        run_dir.create(f"{os.path.dirname(FOLDER)}/{JOBS}", order["job"], code)
         # The worker's environment without the variables about the worker alone.
         given = {name: value for name, value in os.environ.items() if name not in _OF_WORKER}
         if given.get("OMP_NUM_THREADS", "1") == "1":  # Ray's, for a worker that reserves nothing
@@ -75,7 +75,7 @@ class Workspace:
 
     # ------------------------------------------------------------------ start
 
-    def begin(self, env: Mapping[str, str]) -> None:
+    def begin(self, env: Env) -> None:
         """Let the processes have the ports, and the variables that are known only now."""
         for holder in self._held.values():
             holder.close()
@@ -84,15 +84,13 @@ class Workspace:
         for name in self.role.task.env:  # they may hold macros, whose values are known now
             self._env[name] = command.expand(self._env[name], self._env)
 
-    def command(
-        self, argv: Sequence[str], env: Mapping[str, str]
-    ) -> Tuple[List[str], Dict[str, str], str]:
+    def command(self, argv: Sequence[str], env: Env) -> Tuple[List[str], Dict[str, str], str]:
         """The exact words, all variables and the folder of a process with some of its own."""
         own = {**self._env, **self.variables(env), TAG: self._order["tag"]}
         task = self.role.task._replace(argv=tuple(argv))
         return command.argv_of(task, self._run_dir, own), own, self._cwd
 
-    def variables(self, env: Mapping[str, str]) -> Dict[str, str]:
+    def variables(self, env: Env) -> Dict[str, str]:
         """The variables of one element as they are here: paths and NeMo-Run's macros replaced."""
         run_dir = self._run_dir
         return {name: command.expand(run_dir.map(value), self._env) for name, value in env.items()}

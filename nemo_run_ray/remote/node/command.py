@@ -7,9 +7,9 @@ import re
 import shlex
 import shutil
 import sys
-from typing import Mapping, Sequence
+from typing import Sequence
 
-from ..spec import JobSpec
+from ..spec import Env, JobSpec
 from .output import PREFIX
 from .rundir import RunDir
 
@@ -35,9 +35,7 @@ _FIND_PYTHON = (
 )
 
 
-def environment(
-    spec: JobSpec, run_dir: RunDir, given: Mapping[str, str], secrets: Mapping[str, str]
-) -> dict[str, str]:
+def environment(spec: JobSpec, run_dir: RunDir, given: Env, secrets: Env) -> dict[str, str]:
     """The variables of a task's command, over those that the node has set."""
     own = {name: run_dir.map(value) for name, value in spec.env.items()}
     env = {**given, **own, **secrets}
@@ -48,7 +46,7 @@ def environment(
     return {**env, **{name: expand(env[name], env) for name in spec.env}}
 
 
-def argv_of(spec: JobSpec, run_dir: RunDir, env: Mapping[str, str]) -> list[str]:
+def argv_of(spec: JobSpec, run_dir: RunDir, env: Env) -> list[str]:
     """The exact words of a task's command."""
     argv = [expand(run_dir.map(word), env) for word in spec.argv]
     if spec.login_shell or spec.startup:
@@ -60,7 +58,7 @@ def argv_of(spec: JobSpec, run_dir: RunDir, env: Mapping[str, str]) -> list[str]
     return argv
 
 
-def expand(word: str, env: Mapping[str, str]) -> str:
+def expand(word: str, env: Env) -> str:
     """The word with NeMo-Run's macros replaced by their values."""
     return _MACROS.sub(lambda match: env.get(match.group(1), ""), word)
 

@@ -12,11 +12,11 @@ import select
 import signal
 import socket
 import subprocess
-import time
 from contextlib import suppress
+from time import monotonic
 from typing import Mapping
 
-from ..spec import ProbeSpec
+from ..spec import Env, ProbeSpec
 from .supervise import before_exec
 
 #: Seconds for one try of a port or a GET, and between two reports of a service that is not ready.
@@ -40,7 +40,7 @@ class Probing:
         spec: ProbeSpec,
         address: str,
         ports: Mapping[str, int],
-        env: Mapping[str, str],
+        env: Env,
         cwd: str | None = None,
     ) -> None:
         self._spec, self._address, self._env, self._cwd = spec, address, env, cwd
@@ -51,7 +51,7 @@ class Probing:
             "http": f"GET http://{where}{spec.path}",
             "command": f"{list(spec.command)}",
         }[spec.kind]
-        self._began_at = time.monotonic()
+        self._began_at = monotonic()
         self._report_at = self._began_at + _REPORT_S
         self._next_at = 0.0
         self._pipe: int | None = None  # from the process that asks; None between two tries
@@ -59,7 +59,7 @@ class Probing:
 
     def step(self) -> str | None:
         """Continue: ``None`` is undecided, ``""`` ready, another text the reason for giving up."""
-        now = time.monotonic()
+        now = monotonic()
         if self._pipe is not None and select.select([self._pipe], [], [], 0)[0]:
             answer = os.read(self._pipe, _ANSWER_MAX).decode(errors="replace")
             self.close()
@@ -84,7 +84,7 @@ class Probing:
 
     def waiting(self) -> str | None:
         """Report the last try once in 30 s; ``None`` in between."""
-        now = time.monotonic()
+        now = monotonic()
         if now < self._report_at:
             return None
         self._report_at = now + _REPORT_S

@@ -41,7 +41,7 @@ _MOUNT = re.compile(r"(?<![\w./~})*?\]-])/nemo_run(?![\w.-])")
 
 def run_dirs(tmpdir: str) -> str:
     """The folder of all run directories of this user."""
-    return own_folder(os.path.join(tmpdir, f"nemo_run_{os.getuid()}"))
+    return own_folder(f"{tmpdir}/nemo_run_{os.getuid()}")
 
 
 class RunDir:
@@ -183,7 +183,7 @@ def jobs_folder() -> str:
 def archived(name: str) -> str | None:
     """Path of what lies at the top of one of the archives that Ray unpacked for this job."""
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        path = os.path.join(folder, name)
+        path = f"{folder}/{name}"
         if folder and os.path.exists(path):
             return path
     return None

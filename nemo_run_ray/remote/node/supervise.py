@@ -25,9 +25,11 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
-from typing import IO, Any, Callable, Iterable, Iterator, Mapping, NoReturn, Sequence
+from time import monotonic
+from typing import IO, Any, Callable, Iterable, Iterator, NoReturn, Sequence
 
 from ..end_record import EndRecord, describe_exit, proof_of
+from ..spec import Env
 from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say, write
 
 #: Environment variable by which a tree is found whose top process was killed.
@@ -169,7 +171,7 @@ class Child:
     def __init__(
         self,
         argv: Sequence[str],
-        env: Mapping[str, str],
+        env: Env,
         cwd: str | None,
         output: Callable[[bytes], None] | IO[bytes],
     ) -> None:
@@ -177,7 +179,7 @@ class Child:
         self.pid: int | None = None  # if it could be started
         self.code: int | None = None  # once it has ended: 128 + n after signal n
         self.reason = ""  # why it could not be started
-        self.ended_at = time.monotonic()
+        self.ended_at = monotonic()
         self.fd: int | None = None  # to read its output from, until the output's end
         try:
             process = subprocess.Popen(
@@ -249,7 +251,7 @@ class Supervisor:
         if self._kill_at is None:
             signal_all(signal.SIGTERM)
             self._kill_at = float("inf")
-        self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
+        self._kill_at = min(self._kill_at, monotonic() + grace_s)
 
     def wait(
         self,
@@ -281,7 +283,7 @@ class Supervisor:
         codes = [child.code for child in self.children]
         if not self.are_ending and (None not in codes or any(codes)) and descendants():
             self.end(grace_s)  # the children are done and what they left is not, or one failed
-        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+        if self._kill_at is not None and monotonic() >= self._kill_at:
             signal_all(signal.SIGKILL)
         if None in codes or descendants():  # a look at all processes, when it matters alone
             return False
@@ -293,7 +295,7 @@ class Supervisor:
 
     def stop(self, grace_s: float, keep: Sequence[Child] = ()) -> None:
         """End every process but some children and what they have started, and wait for it."""
-        kill_at = time.monotonic() + grace_s
+        kill_at = monotonic() + grace_s
         asked: set[int] = set()  # a second SIGTERM makes some programs abort
         while True:
             self.reap()
@@ -301,7 +303,7 @@ class Supervisor:
             pids = set(descendants()) - kept
             if not pids:
                 return
-            is_late = time.monotonic() >= kill_at
+            is_late = monotonic() >= kill_at
             for pid in pids if is_late else pids - asked:
                 kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
             asked |= pids
@@ -312,7 +314,7 @@ class Supervisor:
         codes = dict(collect())
         for child in self.children:
             if child.pid in codes:
-                child.code, child.ended_at = codes[child.pid], time.monotonic()
+                child.code, child.ended_at = codes[child.pid], monotonic()
 
 
 def collect() -> Iterator[tuple[int, int]]:
@@ -423,7 +425,7 @@ def before_exec() -> None:
 
 
 def explain_start(
-    argv: Sequence[str], env: Mapping[str, str], cwd: str | None, error: Exception
+    argv: Sequence[str], env: Env, cwd: str | None, error: Exception
 ) -> tuple[int, str]:
     """The exit code of a command that could not be started, and why, in words."""
     host, program = socket.gethostname(), argv[0]

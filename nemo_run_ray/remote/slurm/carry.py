@@ -23,6 +23,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from time import monotonic
 from typing import Mapping
 
 from .. import carried_over
@@ -124,7 +125,7 @@ class Allocation:
         if not self._folder:
             return None
         self._start_dispatcher()
-        now = time.monotonic()
+        now = monotonic()
         if now - self._looked_at < _LOOK_S:
             return None
         self._looked_at = now
@@ -244,7 +245,7 @@ class Allocation:
 
     def _start_dispatcher(self) -> None:
         """Start the dispatcher of the first dispatch that waits; after a failure it is the last."""
-        if not self._waiting or time.monotonic() < self._pause_until:
+        if not self._waiting or monotonic() < self._pause_until:
             return
         folder, failures = self._waiting.pop(0)
         name = os.path.basename(folder)
@@ -263,7 +264,7 @@ class Allocation:
             say(f"The chain {name} continues as {body['submission_id']}.")
         # A file may be torn.
         except (OSError, ValueError, KeyError, Unanswered, RequestRefused) as error:
-            self._pause_until = time.monotonic() + _PAUSE_S
+            self._pause_until = monotonic() + _PAUSE_S
             failures, state = failures + 1, ", and is given up"
             if failures < _TRIES:
                 self._waiting.append((folder, failures))

@@ -27,9 +27,10 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence, TypeVar
+from typing import Any, Callable, Iterable, NamedTuple, Sequence, TypeVar
 
 from ..files import write_file
+from ..spec import Env
 
 #: Seconds from one heartbeat to the next.
 BEAT_S = 3.0
@@ -150,9 +151,7 @@ class RunFolder:
                 self._last_beats[rank] = beat
         return {rank for rank in ranks if self._missed.get(rank, 0) >= LATE_ROUNDS}
 
-    def publish_ready(
-        self, head: HeadAddress, env: Mapping[str, str], names: Mapping[str, str]
-    ) -> None:
+    def publish_ready(self, head: HeadAddress, env: Env, names: Env) -> None:
         """Let a driver start. ``ready.json`` comes last: whoever sees it finds the rest.
 
         Args:

@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from contextlib import suppress
+from time import monotonic
 from typing import Any, Mapping, Sized
 
 from ..dashboard import DASHBOARD, DashboardClient, Unanswered
@@ -51,7 +52,7 @@ class Head(NodeProgram):
         self.ray_env.update(self._allocation.ray_env)
         self._said_at = self._asked_at = float("-inf")
         self._driver: Child | None = None
-        self._info = os.path.join(self.settings.cluster, "ray_cluster_info.json")
+        self._info = f"{self.settings.cluster}/ray_cluster_info.json"
 
     def step(self) -> RunEnd | None:
         end = None
@@ -75,7 +76,7 @@ class Head(NodeProgram):
             end = end or self._driver_end() or self._allocation.step()
         if end is not None:
             return end
-        waiting, why = decide(self, time.monotonic() - self.began)
+        waiting, why = decide(self, monotonic() - self.began)
         if why:
             return RunEnd(CLUSTER_FAILED, why)
         if not waiting and not self.was_ready:
@@ -96,8 +97,8 @@ class Head(NodeProgram):
             names = {name: str(port) for name, port in self._ports.items()}
             names["RAY_TEMP_DIR"] = self.settings.temp_dir
             self.folder.publish_ready(head, driver_environment(self.ray_env, head), names)
-        elif waiting and time.monotonic() - self._said_at >= _SAY_S:
-            self._said_at = time.monotonic()
+        elif waiting and monotonic() - self._said_at >= _SAY_S:
+            self._said_at = monotonic()
             self.say(waiting)
         return None
 
@@ -133,7 +134,7 @@ class Head(NodeProgram):
             if f'"{self.settings.job}"' in file.read():  # and not another job's by now
                 os.unlink(self._info)
         super().leave(end)
-        while time.monotonic() < self.leaves_at and not all(
+        while monotonic() < self.leaves_at and not all(
             report.left for report in self.folder.reports().values()
         ):
             time.sleep(TURN_S)
@@ -157,7 +158,7 @@ class Head(NodeProgram):
     def _follow_ray(self) -> None:
         """Ask for Ray's nodes after a pause, and tell the workers of Ray once they can join."""
         pause_s = _ASK_READY_S if self.was_ready else _ASK_S
-        if time.monotonic() - self._asked_at >= pause_s:
+        if monotonic() - self._asked_at >= pause_s:
             with suppress(Unanswered):  # without an answer the last one stays
                 self.alive = {row["node_ip"] for row in self._dashboard.alive_nodes()}
                 for rank, report in self.reports.items():
@@ -169,7 +170,7 @@ class Head(NodeProgram):
             units = self.settings.worker_units * self._members
             with suppress(OSError):  # the next turn tries again
                 write_file(f"{self.settings.logs}/ray_worker_units", f"{units}\n")
-            self._asked_at = time.monotonic()
+            self._asked_at = monotonic()
         # Before this node is registered, `ray start` of a worker soon gives up.
         if self.address in self.alive:
             self.publish(ray=self._head)

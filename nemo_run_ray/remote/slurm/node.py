@@ -8,12 +8,14 @@ import os
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from time import monotonic
 from typing import Any, Mapping, Sequence
 
 from ..dashboard import DASHBOARD, EMBEDDED
 from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
 from ..node.output import copy_end, say
 from ..node.supervise import TAG, Child, Runner, Supervisor
+from ..spec import Env
 from .folder import (
     BEAT_S,
     CLUSTER_FAILED,
@@ -25,7 +27,7 @@ from .folder import (
     RunFolder,
 )
 from .network import choose_ports, way_to
-from .settings import SANDBOX, CannotContinue, Env, Settings
+from .settings import SANDBOX, CannotContinue, Settings
 
 #: Seconds of one turn of the loop.
 TURN_S = 0.25
@@ -94,7 +96,7 @@ class NodeProgram(ABC):
         self.watched: set[int] = {0}
         self.dead: set[int] = set()
         self.starts = 0
-        self.began = time.monotonic()
+        self.began = monotonic()
         self._restart_at: float | None = None
         self._sidecars: list[tuple[str, Child | None, str, Any]] = []
         self._beside: list[Child] = []  # what stays when Ray is started again
@@ -121,9 +123,9 @@ class NodeProgram(ABC):
                 self.children.reap()
                 self._watch_sidecars()
                 self.publish()
-                self.looks = time.monotonic() - self._looked_at >= LOOK_S
+                self.looks = monotonic() - self._looked_at >= LOOK_S
                 if self.looks:
-                    self._looked_at = time.monotonic()
+                    self._looked_at = monotonic()
                 end = self.step()
                 time.sleep(TURN_S)
                 order = runner.order()
@@ -140,25 +142,25 @@ class NodeProgram(ABC):
 
     def leave(self, end: RunEnd) -> int:
         """End all processes of this node, and report it; the exit code of its task."""
-        self.leaves_at = time.monotonic() + _LEAVE_S
+        self.leaves_at = monotonic() + _LEAVE_S
         self.children.stop(GRACE_S)
         if self.settings.allocation:
             import glob  # no node needs it to start
 
             # The newest first, of long ones the end. Slurm ends this program soon.
-            deadline = time.monotonic() + _KEEP_S
+            deadline = monotonic() + _KEEP_S
             paths = glob.glob(f"{self.settings.temp_dir}/session_2*/logs/job-driver-*.log")
             with suppress(OSError):  # one is removed meanwhile
                 paths.sort(key=os.path.getmtime, reverse=True)
             for path in paths:
                 with suppress(OSError):
                     os.makedirs(self.folder.file(JOB_LOGS), exist_ok=True)
-                    if time.monotonic() < deadline:
+                    if monotonic() < deadline:
                         kept = self.folder.file(JOB_LOGS, os.path.basename(path))
                         copy_end(path, kept, _LOG_BYTES)
         if self.settings.log_sync_s is not None:
-            copy, deadline = self._copy_logs(""), max(self.leaves_at, time.monotonic() + 1.0)
-            while copy.code is None and time.monotonic() < deadline:
+            copy, deadline = self._copy_logs(""), max(self.leaves_at, monotonic() + 1.0)
+            while copy.code is None and monotonic() < deadline:
                 time.sleep(0.05)
                 self.children.reap()
         if not self.env.get("RAY_TEMP_DIR"):
@@ -237,15 +239,15 @@ class NodeProgram(ABC):
             self.say(f"`ray start` has ended: {self.ray.ending}. It is started again.")
             self.publish(retried=f"try {self.starts} of `ray start` {how}")
             self.children.stop(GRACE_S, keep=self._beside)
-            self._restart_at = time.monotonic() + _RETRY_S
-        elif time.monotonic() >= self._restart_at:
+            self._restart_at = monotonic() + _RETRY_S
+        elif monotonic() >= self._restart_at:
             self.start_ray()
 
     def _begin(self) -> None:
         """Start what comes before Ray."""
         settings = self.settings
         while self.folder.text("job") is None:
-            if time.monotonic() - self.began >= settings.share_limit_s:
+            if monotonic() - self.began >= settings.share_limit_s:
                 raise CannotContinue(
                     f"the folder {settings.run} is not shared: this node has not seen within "
                     f"{settings.share_limit_s:g} s what the job's script has written there"
@@ -262,7 +264,7 @@ class NodeProgram(ABC):
         for sidecar in settings.sidecars:
             log = settings.log(f"{sidecar.name}-{settings.host}")
             if sidecar.name == SANDBOX and settings.sandbox_ports:  # where NeMo-RL looks for it
-                log = os.path.join(settings.sandbox_ports, f"sandbox-{settings.rank}.log")
+                log = f"{settings.sandbox_ports}/sandbox-{settings.rank}.log"
             env = {**self.ray_env, **sidecar.env}
             child, probing = None, None
             if sidecar.command:
@@ -276,8 +278,8 @@ class NodeProgram(ABC):
 
     def beat(self) -> None:
         """Show that this node lives, and look at those that it depends on, after a pause."""
-        if time.monotonic() - self._beaten_at >= BEAT_S:
-            self._beaten_at = time.monotonic()
+        if monotonic() - self._beaten_at >= BEAT_S:
+            self._beaten_at = monotonic()
             with suppress(OSError):  # the others notice if it fails for long
                 self.folder.beat()
             self.dead = self.folder.silent(self.watched)
@@ -301,7 +303,7 @@ class NodeProgram(ABC):
                     if name == SANDBOX and self.settings.sandbox_ports:
                         ready = f"SANDBOX_READY_{self.settings.host}"
                         with suppress(OSError):  # for others to read; we have our own file
-                            write_file(os.path.join(self.settings.sandbox_ports, ready), "")
+                            write_file(f"{self.settings.sandbox_ports}/{ready}", "")
             if why:
                 raise CannotContinue(f"the sidecar {name} {why}{_log_end(log)}")
 
@@ -345,7 +347,7 @@ class Worker(NodeProgram):
         if head is None:
             # A head that has begun gives the start up itself, and knows why.
             limit_s = self.settings.start_limit_s
-            if self._head is None and time.monotonic() - self.began >= limit_s:
+            if self._head is None and monotonic() - self.began >= limit_s:
                 raise CannotContinue(f"no head was there within {limit_s:g} s")
         elif head.ray and HeadAddress(*head.ray) != self._head:
             if self._head is not None:

@@ -7,7 +7,7 @@ import os
 from typing import Any, Iterator, Mapping, NamedTuple
 
 from ..files import LIFE, RUN, own_folder
-from ..spec import ProbeSpec
+from ..spec import Env, ProbeSpec
 
 #: Variables that the client sets in the script of a named allocation.
 IDLE_TIMEOUT = "NEMO_RUN_RAY_IDLE_TIMEOUT"
@@ -30,7 +30,6 @@ NODE_PORTS = (
     "MIN_WORKER_PORT",
     "MAX_WORKER_PORT",
 )
-Env = Mapping[str, str]
 
 
 class CannotContinue(Exception):
@@ -120,7 +119,7 @@ class Settings:
 
     def log(self, name: str) -> str:
         """The path of a log: ``head``, ``worker-03``, ``job``."""
-        return os.path.join(self.logs, f"{self._log_prefix}{name}.log")
+        return f"{self.logs}/{self._log_prefix}{name}.log"
 
     @property
     def node_log(self) -> str:

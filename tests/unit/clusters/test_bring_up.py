@@ -97,7 +97,7 @@ def world(tmp_path, monkeypatch) -> World:
     found = World(tmp_path)
     monkeypatch.setattr(allocations_module, "PAUSE_S", 0.0)  # every answer is a new one
     monkeypatch.setattr(cluster_module, "CONSOLE", SimpleNamespace(log=found.said.append))
-    monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr(cluster_module, "monotonic", lambda: found.now)
     waits = SimpleNamespace(wait=found.pause, is_set=lambda: False, clear=lambda: None)
     monkeypatch.setattr(cluster_module, "interrupted", waits)
     return found

@@ -205,7 +205,7 @@ def test_what_nobody_uses_is_stopped_after_a_while(home, monkeypatch, fields, ta
         raise InterruptedError
 
     monkeypatch.setattr(local_watch.time, "sleep", sleep)
-    monkeypatch.setattr(local_watch.time, "monotonic", lambda: now)
+    monkeypatch.setattr(local_watch, "monotonic", lambda: now)
     monkeypatch.setattr(local_watch.subprocess, "run", stop)
     left = list(tables)
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -30,7 +29,7 @@ def leases(tmp_path, spec) -> Iterator[Leases]:
 @pytest.fixture
 def cluster(leases, spec, tmp_path, monkeypatch) -> Cluster:
     made = Cluster(leases, spec, tmp_path)
-    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=made.now))
+    monkeypatch.setattr(driver, "monotonic", made.now)
     made.look()
     return made
 

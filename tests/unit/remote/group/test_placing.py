@@ -226,6 +226,7 @@ class Ray:
 def clock(monkeypatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(driver, "time", found)
+    monkeypatch.setattr(driver, "monotonic", found.monotonic)
     return found
 
 

@@ -82,7 +82,7 @@ def actors(ray, unanswered) -> Actors:
 
 def later(monkeypatch, seconds: float) -> None:
     now = time.monotonic() + seconds
-    monkeypatch.setattr(actors_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(actors_module, "monotonic", lambda: now)
 
 
 def test_an_actor_that_does_not_answer_is_asked_again_and_answers_once(ray, actors, monkeypatch):

@@ -99,8 +99,8 @@ def world(tmp_path, monkeypatch) -> Iterator[World]:
     fields: dict = {"rows": [], "seen": [], "taken": set(), "refusals": {}}
     with serving(Dashboard, **fields) as url:
         found = World(tmp_path, {**fields, "url": url})
-        clock = SimpleNamespace(monotonic=lambda: found.now, time=lambda: found.at + found.now)
-        monkeypatch.setattr(carry, "time", clock)
+        monkeypatch.setattr(carry, "monotonic", lambda: found.now)
+        monkeypatch.setattr(carry, "time", SimpleNamespace(time=lambda: found.at + found.now))
         yield found
 
 
