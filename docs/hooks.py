@@ -146,16 +146,16 @@ _MEANINGS = {
     "EXIT_CODE": "The command ended with another exit code than 0.",
     "SIGNAL": "A signal ended the command, such as SIGKILL when memory was full.",
     "RUNTIME_ENV": "pip, uv, conda or podman failed on the node.",
-    "START_TIMEOUT": "Ray gave up the start, for lack of room or since the node was too slow.",
+    "START_TIMEOUT": "Ray gave up the start: there was no room, or the node was too slow.",
     "NOT_PLACED": "There was no room within `pending_timeout_s`.",
     "UNSCHEDULABLE": "No living node has the resources and labels, even when it is idle.",
-    "NODE_DIED": "Ray lost the node, or its own process that looks after the job.",
+    "NODE_DIED": "Ray lost the node, or its process there that supervises the job.",
     "ALLOCATION": "The Slurm job in which Ray ran is over.",
     "NOT_STARTED": "The node could not start the command; the message says why.",
-    "NO_PROGRAM": "The command, or a program that it starts, is not on the node.",
+    "NO_PROGRAM": "The node does not have the command, or a program that it starts.",
     "NO_MODULE": "Python on the node has no such module.",
     "REFUSED": "Ray, or a proxy before it, does not take the request.",
-    "UNRECORDED": "The command ended while Ray's head was away, and no end record is left.",
+    "UNRECORDED": "The command ended while Ray's head was away, and its end record is lost.",
     "NOT_READY": "The probe of a service did not succeed within its `timeout_s`.",
     "SERVICE_ENDED": "A service of the group ended while primaries still needed it.",
     "CANCELLED": "A user, or a program, stopped it.",
@@ -167,10 +167,10 @@ _MEANINGS = {
     "ROOM": "Nodes could take it, and are busy.",
     "BUILDING": "Ray prepares the packages or the image on a node.",
     "NOT_SUBMITTED": "The program ended, or was refused, before it had submitted the job.",
-    "TAKEN": "Another run has submitted a job of the same id.",
-    "CLUSTER_GONE": "The Ray that had it was stopped or has died, and kept no end of it.",
+    "TAKEN": "Another run has submitted a job with the same id.",
+    "CLUSTER_GONE": "The Ray that had the job was stopped or died, without a record of its end.",
     "UNREACHABLE": "The dashboard does not answer, or refuses the credentials.",
-    "OTHER": "Ray gives an error that has no name here.",
+    "OTHER": "Ray reports an error that this package does not know.",
 }
 
 
@@ -191,6 +191,16 @@ def reasons() -> str:
     return _table(("reason", "meaning", "next step"), rows)
 
 
+def patches() -> str:
+    """The patches of NeMo-Run and why they exist."""
+    from nemo_run_ray.patches import MODULES
+
+    rows = [
+        (f"`{name}`", importlib.import_module(path).PATCH.why) for name, path in MODULES.items()
+    ]
+    return _table(("patch", "what it changes"), rows)
+
+
 def _members(module: Any, name: str) -> list[tuple[str, str]]:
     lines = inspect.getsource(module).splitlines()
     (body,) = (
@@ -204,7 +214,7 @@ def _members(module: Any, name: str) -> list[tuple[str, str]]:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
+    lines = [head, ("---",) * len(head), *rows]
     return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
+        " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in lines
     )
