@@ -26,9 +26,9 @@ from nemo_run_ray.remote.fit import (
     amount_text,
     amounts_text,
     fits,
-    has_room,
     hosts,
     labelled,
+    scarce,
     why_not,
 )
 
@@ -174,7 +174,7 @@ def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
             "on demand, launch with preflight=False.",
         )
     can = hosts(ask, nodes)
-    now = sum(has_room(ask, node) for node in can)
+    now = sum(not scarce(ask, node) for node in can)
     message = f"{asks}; {len(can)} node(s) can take it, {now} of them now."
     if now:
         return CheckRow(name, OK, message)

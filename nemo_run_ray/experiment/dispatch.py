@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -330,7 +330,7 @@ def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: Json) -> None:
         repeat(ask, OUTCOME_S, f"{url} to take the job {name}")
     except JobRefused as error:
         refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
-        ledger.note(TERMINAL, name, status=refused.to_json())
+        ledger.note(TERMINAL, name, status=asdict(refused))
         raise
     except NemoRunRayError as error:
         ledger.note(UNSETTLED, name, why=str(error))

@@ -78,7 +78,6 @@ from nemo_run_ray.remote.fit import (
     amounts_text,
     best,
     free_text,
-    has_room,
     request_of,
     scarce,
     why_not,
@@ -850,7 +849,7 @@ def why_waiting(
         text = f"It asks for {ask}; no node can ever take it: {never}."
         return Reason.UNSCHEDULABLE, f"{text} Ray waits for such a node to join."
     node = best(ask, room.nodes)
-    if node is None or node.free is None or has_room(ask, node):
+    if node is None or node.free is None or not scarce(ask, node):
         return None
     count = len(room.nodes)
     which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
@@ -967,7 +966,7 @@ def _note(
                 ended_at=now,
             )
     rows = list(map(asdict, attempts.values()))
-    store.ledger.note(TERMINAL, job.id, status=status.to_json(), attempts=rows)
+    store.ledger.note(TERMINAL, job.id, status=asdict(status), attempts=rows)
 
 
 def find(name: str) -> list[RemoteJob]:

@@ -12,11 +12,11 @@ import sys
 import time
 from typing import Any
 
-from .end_record import EndRecord
+from .end_record import EndRecord, proof_of
 from .node import command
 from .node.output import say, write
 from .node.rundir import DISPATCH, SPEC, RunDir, archived, jobs_folder, take_key, take_secrets
-from .node.supervise import Runner, run_supervised
+from .node.supervise import Runner, supervise
 from .spec import ArraySpec, GroupSpec, from_json
 
 
@@ -35,8 +35,10 @@ def main(argv: list[str]) -> int:
         write(EndRecord(code, "NONE", f"exit code {code}", began_at, time.time()).line(nonce))
         return code
     job, submission_id, nonce = words
-    tag = f"{submission_id}/{os.urandom(8).hex()}"
-    return run_supervised(tag, nonce, take_key(), lambda runner: _run(runner, job, submission_id))
+    key, tag = take_key(), f"{submission_id}/{os.urandom(8).hex()}"
+    end = supervise(tag, lambda runner: _run(runner, job, submission_id))
+    write(end._replace(proof=proof_of(key, end.code) if key else "").line(nonce))
+    return end.code
 
 
 def _run(runner: Runner, job: str, submission_id: str) -> int:

@@ -28,7 +28,6 @@ DASHBOARD = "NEMO_RUN_RAY_DASHBOARD"
 TIMEOUT_S = 30.0
 #: Size limit of an answer. The largest one is the job table.
 ANSWER_MAX_BYTES = 256 * 1024**2
-_PIECE_BYTES = 1024**2
 #: Path of a log in Ray's state API. A request for it does not start a job manager.
 LOG_FILE = "/api/v0/logs/file"
 #: Lines at the end of a log in which an end record is looked for, and seconds that Ray gets to
@@ -38,7 +37,7 @@ LINES, ANSWER_S = 50, 3
 _LATER = {408, 425, 429}
 #: Ray's head answers with this text, and the status 500, when the agent of a node refuses a job.
 _AGENT_REFUSES = re.compile(r"\bRequest failed with status code (4\d\d)\b")
-_NODE = {"node_id": str, "node_ip": str, "state": str}
+_NODES = {"data": {"result": {"result": [{"node_id": str, "node_ip": str, "state": str}]}}}
 _ASK_RAY = "from ray.dashboard.utils import ray_address_to_api_server_url as find;print(find(None))"
 
 
@@ -58,7 +57,7 @@ def ray_token() -> str:
     """
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    path = Path(named or "~/.ray/auth_token").expanduser()
     try:
         return token or path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -86,9 +85,8 @@ class DashboardClient:
 
     def alive_nodes(self) -> list[Json]:
         """Ray's rows of the living nodes, with ``node_id`` and ``node_ip``."""
-        shape = {"data": {"result": {"result": [_NODE]}}}
-        rows = self._read("/api/v0/nodes?limit=10000", shape)["data"]["result"]["result"]
-        return [row for row in rows if row["state"] == "ALIVE"]
+        answer = self._read("/api/v0/nodes?limit=10000", _NODES)
+        return [row for row in answer["data"]["result"]["result"] if row["state"] == "ALIVE"]
 
     def rows(self) -> list[JobRow]:
         """The rows of the job table that are of submitted jobs."""
@@ -154,7 +152,8 @@ class DashboardClient:
         headers = {"Content-Type": "application/json"}
         with suppress(OSError):  # then the cluster says that it wants a token
             token = self.token()
-            headers.update({"Authorization": f"Bearer {token}"} if token else {})
+            if token:
+                headers["Authorization"] = f"Bearer {token}"
         parts = urlsplit(self.url)
         is_safe = parts.scheme == "https"
         kind = http.client.HTTPSConnection if is_safe else http.client.HTTPConnection
@@ -169,7 +168,7 @@ class DashboardClient:
             answer = connection.getresponse()
             content = bytearray()
             # A single read would allocate the size limit at once on Python 3.9.
-            while len(content) <= ANSWER_MAX_BYTES and (piece := answer.read(_PIECE_BYTES)):
+            while len(content) <= ANSWER_MAX_BYTES and (piece := answer.read(2**20)):
                 content += piece
             if len(content) > ANSWER_MAX_BYTES:
                 raise ValueError(f"the answer has more than {ANSWER_MAX_BYTES / 1024**2:.0f} MiB")

@@ -23,7 +23,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
-from .spec import JobRow, Json, lock_of_row, nonce_of, read
+from .spec import LOCK_KEY, JobRow, Json, nonce_of, read
 
 #: Ray's errors that may hide an end.
 _START_ERROR = "JOB_ENTRYPOINT_COMMAND_START_ERROR"
@@ -140,12 +140,12 @@ class LostEnds:
 
         A log is asked for only if a supervisor has died or could not write the end.
         """
-        error = row.get("error_type")
+        error, lock = row.get("error_type"), (row.get("metadata") or {}).get(LOCK_KEY, "")
         if (
             error not in _ERRORS
             or row.get("driver_exit_code") is not None
             or not row.get("driver_node_id")
-            or not lock_of_row(row)
+            or not lock
             or (error == _START_ERROR and RECORDS not in str(row.get("message")))
         ):
             return row
@@ -153,11 +153,11 @@ class LostEnds:
         key = f"{name} {row.get('end_time')}"
         if key not in self._ends:
             asked_at = self._clock()
-            own = (self._again_at.get(about, 0.0) for about in (name, node))
-            if asked_at < max(self._next_at, *own):
+            again_at = self._again_at
+            if asked_at < max(self._next_at, again_at.get(name, 0.0), again_at.get(node, 0.0)):
                 return row
             text = self._log_end(node, name)
-            end = None if text is None else _end(row, text)
+            end = None if text is None else _end(text, nonce_of(row), lock)
             if end is None:
                 now = self._clock()
                 self._next_at = now + (now - asked_at) / _PART
@@ -167,13 +167,13 @@ class LostEnds:
         return {**row, **self._ends[key]}  # type: ignore[typeddict-item]
 
 
-def _end(row: JobRow, text: str) -> Optional[Json]:
+def _end(text: str, nonce: str, lock: str) -> Optional[Json]:
     """The fields of a row that the end of the job's log proves, as Ray would have written them.
 
     A cancelled job has no end of its own: a node that shuts down tells its processes to end, as Ray
     does for a cancelled job.
     """
-    proven = record_in(text.splitlines(), [nonce_of(row)], lock_of_row(row))
+    proven = record_in(text.splitlines(), [nonce], lock)
     if proven is None or proven.cause in ("", "CANCELLED"):
         return None
     code = int(proven.proof.partition(".")[0])

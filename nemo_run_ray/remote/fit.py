@@ -121,22 +121,20 @@ def hosts(request: ResourceRequest, nodes: Sequence[Node]) -> list[Node]:
 
 
 def scarce(request: ResourceRequest, node: Node) -> list[str]:
-    """The resources of which a node has too little free."""
+    """The resources of which a node has too little free, as all where it does not say."""
     free = node.free or {}
     return [name for name, amount in request.resources.items() if not fits({name: amount}, free)]
-
-
-def has_room(request: ResourceRequest, node: Node) -> bool:
-    """Whether a node can take it now; not so when it does not say what is free."""
-    return node.free is not None and not scarce(request, node)
 
 
 def best(request: ResourceRequest, nodes: Sequence[Node]) -> Node | None:
     """The node that lacks least now, among those that can take it when idle."""
 
     def lacks(node: Node) -> tuple[float, str]:
-        free, asked = node.free or {}, request.resources.items()
-        parts = [max(0.0, amount - free.get(name, 0.0)) / amount for name, amount in asked]
+        free = node.free or {}
+        parts = (
+            max(0.0, amount - free.get(name, 0.0)) / amount
+            for name, amount in request.resources.items()
+        )
         return sum(parts), node.node_id
 
     return min(hosts(request, nodes), key=lacks, default=None)
@@ -161,22 +159,21 @@ def why_not(request: ResourceRequest, nodes: Sequence[Node]) -> str:
     for name, amount in request.resources.items():
         most = max(node.resources.get(name, 0.0) for node in able)
         if not fits({name: amount}, {name: most}):
-            asked = amount_text(name, amount)
+            asked = f"it asks for {amount_text(name, amount)}"
             if not most:
-                return f"no node{scope} has {name}, it asks for {asked}"
-            has = amount_text(name, most)
-            return f"the largest node{scope} has {name} {has}, it asks for {asked}"
+                return f"no node{scope} has {name}, {asked}"
+            return f"the largest node{scope} has {name} {amount_text(name, most)}, {asked}"
     return f"no node{scope} has {amounts_text(request.resources)} at once"
 
 
 def free_text(request: ResourceRequest, node: Node) -> str:
     """A node's amounts of the requested resources, total and free."""
-    texts = []
-    for name in sorted(request.resources):
-        total = amount_text(name, node.resources.get(name, 0.0))
-        free = "" if node.free is None else amount_text(name, node.free.get(name, 0.0))
-        texts.append(f"{name} {free} of {total} free" if free else f"{name} {total}")
-    return ", ".join(texts)
+    free = node.free or {}
+    return ", ".join(
+        f"{name} {amount_text(name, free.get(name, 0.0))} of "
+        f"{amount_text(name, node.resources.get(name, 0.0))} free"
+        for name in sorted(request.resources)
+    )
 
 
 def _labels(selector: Labels) -> str:

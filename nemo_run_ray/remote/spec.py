@@ -376,11 +376,6 @@ def nonce_of(row: JobRow) -> str:
     return (row.get("metadata") or {}).get(NONCE_KEY, "")
 
 
-def lock_of_row(row: JobRow) -> str:
-    """The lock of a job's end record; empty if nothing can prove its end."""
-    return (row.get("metadata") or {}).get(LOCK_KEY, "")
-
-
 def status_file_name(submission_id: str) -> str:
     """Name of the file with the rows of a group or an array, in Ray's folder of logs."""
     return f"nemo_run_ray-{submission_id}.json"

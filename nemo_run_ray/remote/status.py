@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Iterable, Mapping
 
@@ -247,10 +247,6 @@ class JobStatus:
         )
         return f"{self.detail or self.reason.value}{tail}\n{next_step}".strip()
 
-    def to_json(self) -> Json:
-        """The status as it is written down when it is the last one."""
-        return asdict(self)
-
 
 def state_of_row(row: JobRow) -> JobState:
     """The state that Ray's word in a row stands for."""
@@ -297,18 +293,17 @@ def status_of_row(row: JobRow) -> JobStatus:
     if not code:  # it failed by Ray's word, or never ran its command
         error, last = str(row.get("error_type")), message.rpartition("\n")[2]
         reason = FROM_RAY_ERROR.get(error, Reason.OTHER)
-        if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and node:
-            reason = Reason.NODE_DIED  # it did start: Ray calls a supervisor so that is gone, too
-        elif (
-            error == "JOB_SUPERVISOR_ACTOR_START_FAILURE"
-            and "failed to get job supervisor" in message
+        if error == "JOB_SUPERVISOR_ACTOR_START_FAILURE" and (
+            node or "failed to get job supervisor" in message
         ):
-            reason = Reason.START_TIMEOUT  # as a second monitor writes it, see ``end_record.py``
+            # Ray calls a supervisor so that did start and is gone, too; without a node it is what a
+            # second monitor writes, see ``end_record.py``.
+            reason = Reason.NODE_DIED if node else Reason.START_TIMEOUT
         elif error == "JOB_ENTRYPOINT_COMMAND_START_ERROR" and RECORDS in message:
             reason, message = Reason.UNRECORDED, last  # of Ray's traceback
         elif reason is Reason.NOT_STARTED:
             reason = _of_start(last)
-        elif reason is Reason.UNSCHEDULABLE and _NO_WORKER in message:
+        elif reason is Reason.UNSCHEDULABLE and "worker startup repeatedly failed" in message:
             reason = Reason.RUNTIME_ENV  # Ray had a node for it
         elif reason is Reason.RUNTIME_ENV:
             message = cause_of(message)
@@ -327,7 +322,8 @@ def status_of_row(row: JobRow) -> JobStatus:
             return JobStatus(state, reason, cause, node)
     lines = [line for line in log.splitlines() if not _FRAME.search(line)]
     if not any(line.startswith("nemo_run_ray| ") for line in lines):  # such a line says it itself
-        first = [line for line in lines if _MAIN in line]
+        # NeMo-Run's warning that it could not run the script of a function of `__main__`.
+        first = [line for line in lines if "Failed to load external main: " in line]
         end = "\n".join([cause, *first, *lines[-3:]]).rstrip()  # fiddle adds a line
         hints = ((pattern.search(end), text) for pattern, text in _HINTS)
         cause += next((text.format(match[1]) for match, text in hints if match), "")
@@ -335,8 +331,6 @@ def status_of_row(row: JobRow) -> JobStatus:
 
 
 _SHIPS = "the executor's `packager` ships files to it"
-#: NeMo-Run's warning that it could not run the script of a function of `__main__`.
-_MAIN = "Failed to load external main: "
 #: Ends of a log behind the cause, and what they mean.
 _HINTS = (
     (
@@ -367,8 +361,6 @@ _HINTS = (
 
 # ---------------------------------------------------------------- runtime environments
 
-#: Ray's message about a job for which no worker came up.
-_NO_WORKER = "worker startup repeatedly failed"
 #: Lines of Ray, pip and podman that name the cause.
 _CAUSE = re.compile(
     r"(Failed to install .* within the timeout of .* seconds)|^ERROR: (.*)|stderr=(.*)$"
@@ -393,12 +385,10 @@ def cause_of(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     begins = [number for number, line in enumerate(lines, 1) if _OUTPUT.search(line)]
     printed = lines[begins[-1] :] if begins else []
-    named = list(filter(None, map(_CAUSE.search, lines)))
-    raised = [line for line in lines if _RAISED.search(line)]
-    if named:
-        cause = named[-1][named[-1].lastindex or 0]
-    else:
-        cause = raised[-1] if raised and not printed else " / ".join((printed or lines)[-3:])
+    named = [match[match.lastindex or 0] for match in map(_CAUSE.search, lines) if match]
+    if not named and not printed:
+        named = list(filter(_RAISED.search, lines))
+    cause = named[-1] if named else " / ".join((printed or lines)[-3:])
     if cause.endswith("No such file or directory: 'podman'"):
         return "podman is not on the PATH of that node's Ray; an image needs it"
     is_late = cause.endswith(("TimeoutError", "seconds"))
@@ -500,7 +490,7 @@ def attempt_of_row(row: JobRow) -> Attempt:
         ended_at=(row.get("end_time") or 0) / 1000,
         exit_code=row.get("driver_exit_code"),
         claim=metadata.get(CLAIM_KEY, ""),
-        retries=next(iter(_numbers(metadata.get(RETRIES_KEY, ""))), 0),
+        retries=sum(_numbers(metadata.get(RETRIES_KEY, ""))),
         permanent_exit_codes=_numbers(metadata.get(PERMANENT_KEY, "")),
     )
 

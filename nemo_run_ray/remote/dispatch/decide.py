@@ -7,6 +7,7 @@ Ray has never heard of. Nothing is remembered between two calls: the table is th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Mapping, NamedTuple, Sequence
@@ -38,10 +39,6 @@ _PERMANENT = {Reason.RUNTIME_ENV, Reason.UNSCHEDULABLE, Reason.NOT_PLACED}
 #: Seconds before an allocation is renewed in which no job begins: Ray's job table is written down
 #: then, and what it lacks would begin again.
 CLOSING_S = 5.0
-
-
-#: A job that may be started, and the number of its attempt.
-_Start = tuple[DispatchedJobSpec, int]
 
 
 class Do(str, Enum):
@@ -79,12 +76,38 @@ class Decision:
         return all(status.state.is_terminal for status in self.statuses.values())
 
 
+class TimeLeft(NamedTuple):
+    """The remaining and the whole time of an allocation, and whether another one continues it."""
+
+    left_s: float = math.inf
+    lasts_s: float = math.inf
+    renews: bool = False
+
+    def why_not(self, time_s: float | None) -> str | None:
+        """The reason for never starting a job that needs so long; empty if the next one has time.
+
+        ``None`` lets it begin now.
+        """
+        needs_s = -math.inf if time_s is None else time_s
+        if needs_s > (self.lasts_s if self.renews else self.left_s):
+            each = f"each allocation lasts {self.lasts_s:.0f} s"
+            rest = each if self.renews else f"its allocation ends in {max(self.left_s, 0):.0f} s"
+            return f"it needs {time_s:g} s, and {rest}"
+        # At the very end the next allocation would not know that it has begun.
+        is_closing = self.renews and self.left_s < CLOSING_S
+        return "" if is_closing or needs_s > self.left_s else None
+
+
+#: No end, as where nothing ends Ray.
+FOREVER = TimeLeft()
+
+
 def decide(
     dispatch: DispatchSpec,
     table: Mapping[str, Attempt],
     now: float,
     node_dead_s: float = NODE_DEAD_S,
-    time_left: TimeLeft | None = None,
+    time_left: TimeLeft = FOREVER,
 ) -> Decision:
     """Decide about the next actions and the status of every job of the dispatch.
 
@@ -97,33 +120,45 @@ def decide(
 
     statuses: dict[str, JobStatus] = {}
     actions: list[Action] = []
-    ready: list[_Start] = []
+    submits: list[tuple[str, Action]] = []  # with the job's shape
+    stuck: set[str] = set()
+    in_flight = starting = held = unfinished = 0
     for job in dispatch.jobs:
         rows = attempts[job.id]
         needs = [(name, statuses[name]) for name in job.after]
         needs += [(other.id, _status_outside(other, attempts, table)) for other in job.outside]
         status = statuses[job.name] = _status(job, rows, needs, cancelled)
-        actions += _stops(job, rows, status, cancelled, now)
-        is_due = status.reason in (Reason.TURN, Reason.RETRY)
-        if is_due and not any(row.is_live for row in rows.values()):
+        unfinished += not status.state.is_terminal and status.reason is not Reason.WAITS
+        live = [number for number, row in rows.items() if row.is_live and row.nonce == job.nonce]
+        in_flight += len(live)
+        for number in live:
+            if rows[number].status.state is JobState.PENDING:
+                if now - rows[number].posted_at > STUCK_S:
+                    stuck.add(job.shape)
+                else:
+                    starting += 1
+        if live:
+            actions += _stops(job, rows, live, status, cancelled, now)
+        elif status.reason in (Reason.TURN, Reason.RETRY):
             last = rows.get(status.attempt)
             is_unproven = last is not None and last.status.reason in _UNPROVEN
             if last is None or not is_unproven or now >= last.ended_at + node_dead_s:
-                ready.append((job, status.attempt + 1))
-    in_time: list[_Start] = []
-    for job, number in ready:
-        why = None if time_left is None else time_left.why_not(job.time_s)
-        if why is None:
-            in_time.append((job, number))
-        elif why:
-            actions.append(Action(Do.CLAIM, job.name, attempt_id(job.id, number), why))
-    actions += _submits(dispatch, in_time, attempts, now)
-    unfinished = sum(
-        not status.state.is_terminal and status.reason is not Reason.WAITS
-        for status in statuses.values()
-    )
-    is_held = bool(ready) and not (in_time or actions) and unfinished == len(ready)
-    return Decision(tuple(actions), statuses, is_held)
+                why, name = time_left.why_not(job.time_s), attempt_id(job.id, status.attempt + 1)
+                if why is None:
+                    submits.append((job.shape, Action(Do.SUBMIT, job.name, name)))
+                elif why:
+                    actions.append(Action(Do.CLAIM, job.name, name, why))
+                else:
+                    held += 1
+    is_out_of_time = 0 < held == unfinished and not actions
+    for shape, action in submits:
+        is_full = dispatch.max_in_flight is not None and in_flight >= dispatch.max_in_flight
+        if is_full or starting >= STARTING_MAX:
+            break
+        if shape not in stuck:
+            actions.append(action)
+            in_flight, starting = in_flight + 1, starting + 1
+    return Decision(tuple(actions), statuses, is_out_of_time)
 
 
 def _status(
@@ -184,14 +219,12 @@ def _status_outside(
 def _stops(
     job: DispatchedJobSpec,
     rows: Mapping[int, Attempt],
+    live: Sequence[int],
     status: JobStatus,
     cancelled: bool,
     now: float,
 ) -> list[Action]:
-    """Every attempt that must not go on; and the claim that gives up what was not placed."""
-    live = [number for number, row in rows.items() if row.is_live and row.nonce == job.nonce]
-    if not live:
-        return []
+    """Every live attempt that must not go on; and the claim that gives up what was not placed."""
     newest = first = live[-1]
     # Starts that Ray gave up belong to the same wait for room.
     while first - 1 in rows and rows[first - 1].status.reason is Reason.START_TIMEOUT:
@@ -210,34 +243,6 @@ def _stops(
     return actions + [
         Action(Do.STOP, job.name, attempt_id(job.id, number), why) for number in doomed
     ]
-
-
-def _submits(
-    dispatch: DispatchSpec,
-    ready: Sequence[_Start],
-    attempts: Mapping[str, dict[int, Attempt]],
-    now: float,
-) -> list[Action]:
-    """The attempts to submit, in the order of the jobs, as far as there is room for them."""
-    limit = dispatch.max_in_flight
-    starting, live, stuck = 0, 0, set()
-    for job in dispatch.jobs:
-        for row in attempts[job.id].values():
-            if row.is_live and row.nonce == job.nonce:
-                live += 1
-                if row.status.state is JobState.PENDING:
-                    if now - row.posted_at > STUCK_S:
-                        stuck.add(job.shape)
-                    else:
-                        starting += 1
-    submits: list[Action] = []
-    for job, number in ready:
-        if (limit is not None and live >= limit) or starting >= STARTING_MAX:
-            break
-        if job.shape not in stuck:
-            submits.append(Action(Do.SUBMIT, job.name, attempt_id(job.id, number)))
-            live, starting = live + 1, starting + 1
-    return submits
 
 
 # ---------------------------------------------------------------- policies: retries, time
@@ -292,30 +297,7 @@ def with_state(status: JobStatus, state: JobState, reason: Reason, detail: str) 
     return replace(status, state=state, reason=reason, detail=detail, tail="")
 
 
-class TimeLeft(NamedTuple):
-    """The remaining and the whole time of an allocation, and whether another one continues it."""
-
-    left_s: float
-    lasts_s: float
-    renews: bool
-
-    def why_not(self, time_s: float | None) -> str | None:
-        """The reason for never starting a job that needs so long; empty if the next one has time.
-
-        ``None`` lets it begin now.
-        """
-        needs_s = float("-inf") if time_s is None else time_s
-        if needs_s > (self.lasts_s if self.renews else self.left_s):
-            each = f"each allocation lasts {self.lasts_s:.0f} s"
-            rest = each if self.renews else f"its allocation ends in {max(self.left_s, 0):.0f} s"
-            return f"it needs {time_s:g} s, and {rest}"
-        # At the very end the next allocation would not know that it has begun.
-        is_closing = self.renews and self.left_s < CLOSING_S
-        return "" if is_closing or needs_s > self.left_s else None
-
-
-def time_left(env: Env, now: float) -> TimeLeft | None:
-    """The remaining time by the dispatcher's environment; ``None`` where nothing ends Ray."""
-    if ENDS_AT not in env:
-        return None
-    return TimeLeft(float(env[ENDS_AT]) - now, float(env[LASTS_S]), env.get(RENEWS) == "1")
+def time_left(env: Env, now: float) -> TimeLeft:
+    """The remaining time by the dispatcher's environment; without end where nothing ends Ray."""
+    ends_at, lasts_s = (float(env.get(name, math.inf)) for name in (ENDS_AT, LASTS_S))
+    return TimeLeft(ends_at - now, lasts_s, env.get(RENEWS) == "1")

@@ -241,7 +241,8 @@ class Dispatcher:
 def run(dispatch: DispatchSpec, submission_id: str) -> int:
     """Run the dispatcher's job and return its exit code."""
     if dispatch.max_in_flight is None:  # as many as half of the head's memory has room for
-        dispatch = dispatch._replace(max_in_flight=default_limit(memory_bytes()))
+        limit = max(4, int(memory_bytes() * HEAD_PART / SUPERVISOR_BYTES))
+        dispatch = dispatch._replace(max_in_flight=limit)
     say(f"{len(dispatch.jobs)} jobs, at most {dispatch.max_in_flight} at once")
     secrets = read_secrets()
     try:
@@ -275,11 +276,6 @@ def find_dashboard(dispatch: DispatchSpec) -> DashboardClient:
     raise WrongCluster(
         f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}"
     )
-
-
-def default_limit(memory_bytes: int) -> int:
-    """The limit of jobs at once for a head of this size, when the user sets none."""
-    return max(4, int(memory_bytes * HEAD_PART / SUPERVISOR_BYTES))
 
 
 def memory_bytes() -> int:

@@ -65,39 +65,39 @@ class GroupDriver:
         self._actors = Actors(job, take_secrets(spec.secrets))
         self._ray = self._actors.ray
         self._watch_at = self._tell_at = self._placed_at = 0.0
-        folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
-        self._rows_path = f"{folder}/{status_file_name(submission_id)}"
-        self._shown = ""
+        keys = {(role.name, index): role for role in spec.roles for index in range(role.replicas)}
         self._group = Group(
-            {
-                (role.name, index): Replica(role.name, index, role.service, role.restarts)
-                for role in spec.roles
-                for index in range(role.replicas)
-            }
+            {key: Replica(key, role.service, role.restarts) for key, role in keys.items()}
         )
 
     def run(self) -> int:
         """Run the group to its end; its exit code."""
         room = PlacementGroup(self._ray, self._spec)
+        folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
+        rows_path, shown = f"{folder}/{status_file_name(self._submission_id)}", ""
         try:
-            while self._group.phase is Phase.PLACING:
-                event = room.look()
-                if event is not None:
+            while self._group.phase is not Phase.OVER:
+                if self._group.phase is not Phase.PLACING:
+                    self._turn()
+                elif (event := room.look()) is not None:
                     if event.kind is Kind.PLACED:
                         self._start_actors(room)
                     self._happened(event)
-                self._show(room.waits_for)
-                self._obey()
-            while self._group.phase is not Phase.OVER:
-                self._turn()
+                if is_cancelled(self._runner):
+                    self._happened(Event(Kind.STOP, words="cancelled"))
+                # Where Ray's log API serves it.
+                text = json.dumps(group_rows(self._group, room.waits_for))
+                if text != shown:
+                    shown = text
+                    with suppress(OSError):  # a full disk: its roles are not shown
+                        write_file(rows_path, text)
         finally:
             # An actor that never answered has not started anything, or ends it with its own end.
             replicas = self._group.replicas.values()
             handles = [replica.handle for replica in replicas if replica.handle]
-            living = [one for one in handles if one.answers and not one.dead]
-            has_lost = any(one.life is ReplicaState.LOST for one in replicas)
-            all_ended = self._actors.close(living) and not has_lost
-            room.leave()
+            all_ended = self._actors.close([one for one in handles if one.answers and not one.dead])
+            all_ended &= all(replica.life is not ReplicaState.LOST for replica in replicas)
+            self._ray.util.remove_placement_group(room.group)
             self._ray.shutdown()
         runner, outcome = self._runner, self._group.outcome
         assert outcome is not None  # no group is over without one
@@ -110,7 +110,7 @@ class GroupDriver:
 
     def _start_actors(self, room: PlacementGroup) -> None:
         mark = secrets.token_hex(8)
-        nodes = iter(enumerate(room.nodes()))
+        nodes = iter(enumerate(room.nodes))
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for role in self._spec.roles:
             names = []
@@ -129,7 +129,6 @@ class GroupDriver:
     # ------------------------------------------------------------------ what happens
 
     def _turn(self) -> None:
-        self._obey()
         now, replicas = monotonic(), self._group.replicas.values()
         for handle in [one.handle for one in replicas]:
             if handle.end_by is not None and now >= handle.end_by:
@@ -160,10 +159,6 @@ class GroupDriver:
                 if (happened := event_of(handle, report)) is not None:
                     self._happened(happened)
 
-    def _obey(self) -> None:
-        if is_cancelled(self._runner):
-            self._happened(Event(Kind.STOP, words="cancelled"))
-
     # ------------------------------------------------------------------ what is done about it
 
     def _happened(self, event: Event) -> None:
@@ -178,27 +173,18 @@ class GroupDriver:
         for order, replica_id in orders:
             replica = replicas[replica_id]
             handle = replica.handle
-            values: Json = {}
+            command: Json = {"do": order}
             if order == machine.PREPARE:
-                values = self._actors.prepare_order(handle)
+                command = self._actors.prepare_order(handle)
             elif order == machine.START:
                 if replica.restarts < handle.role.restarts:
                     say(f"{name(replica_id)} is started again, {replica.restarts} left")
                 addresses = {key: one.handle.node.address for key, one in replicas.items()}
                 ports = {key: one.handle.ports for key, one in replicas.items()}
-                values = {"env": variables(self._spec, replica_id, addresses, ports)}
+                command["env"] = variables(self._spec, replica_id, addresses, ports)
             else:
                 handle.end_by = monotonic() + handle.role.task.grace_s + _END_MARGIN_S
-            self._actors.order(handle, {**values, "do": order})
-        self._show()
-
-    def _show(self, waits_for: str = "") -> None:
-        """Write the group's state beside the job's log, where Ray's log API serves it."""
-        text = json.dumps(group_rows(self._group, waits_for))
-        if text != self._shown:
-            self._shown = text
-            with suppress(OSError):  # a full disk: the group continues, and its roles are not shown
-                write_file(self._rows_path, text)
+            self._actors.order(handle, command)
 
 
 def group_rows(group: Group, waits_for: str) -> GroupRows:
@@ -208,8 +194,8 @@ def group_rows(group: Group, waits_for: str) -> GroupRows:
         node = replica.handle.node if replica.handle else Node("", "", "")
         rows["roles"].append(
             {
-                "role": replica.role,
-                "replica": replica.index,
+                "role": replica.replica_id[0],
+                "replica": replica.replica_id[1],
                 "service": replica.service,
                 "state": replica.life.value,
                 "exit_code": replica.code,
@@ -236,15 +222,20 @@ class PlacementGroup:
         self._turn = 0
         self._pause_s = _LOOK_S
         self.waits_for = ""
+        self.nodes: list[Node] = []  # of every replica, in the order of the bundles
         self.group = self._ask()
 
     def look(self) -> Event | None:
         """``PLACED``, ``REFUSED``, or ``None`` after a moment of waiting."""
-        nodes = nodes_of(self._ray.nodes())
-        # Ray places the bundles of a node that has died anew.
-        if self.group.wait(0) and set(self._places()) <= {node.node_id for node in nodes}:
-            self.waits_for = ""
-            return Event(Kind.PLACED)
+        known = {node.node_id: node for node in nodes_of(self._ray.nodes())}
+        if self.group.wait(0):
+            where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
+            self.nodes = [
+                known[node_id] for _, node_id in sorted(where.items()) if node_id in known
+            ]
+            if len(self.nodes) == len(where):  # Ray places the bundles of a dead node anew
+                self.waits_for = ""
+                return Event(Kind.PLACED)
         time.sleep(self._pause_s)  # Ray's own wait takes whole seconds only: 0.2 is none at all
         self._pause_s = min(self._pause_s * 1.3, _LOOK_MAX_S)
         now, spec = monotonic(), self._spec
@@ -254,7 +245,7 @@ class PlacementGroup:
             strategies = sorted({spec.strategy, *(role.spread for role in spec.roles)} - {""})
             infeasible = f"no nodes of this cluster can host the group ({', '.join(strategies)})"
         available = self._ray.available_resources()
-        words, is_never = why_waiting(spec, nodes, available, infeasible)
+        words, is_never = why_waiting(spec, list(known.values()), available, infeasible)
         if not is_never:
             self._infeasible_at = now + _FIRST_S
         elif now >= self._infeasible_at and not spec.wait_for_nodes:
@@ -269,22 +260,9 @@ class PlacementGroup:
             self._tell_at = now + _TELL_S
         if now >= self._others_at and any(role.spread for role in spec.roles):
             self._others_at, self._turn = now + _FIRST_S, self._turn + 1
-            self.leave()
+            self._ray.util.remove_placement_group(self.group)
             self.group = self._ask()
         return None
-
-    def nodes(self) -> list[Node]:
-        """The node of every replica, in the order of the bundles."""
-        known = {node.node_id: node for node in nodes_of(self._ray.nodes())}
-        return [known[node_id] for node_id in self._places()]
-
-    def leave(self) -> None:
-        """Give everything back."""
-        self._ray.util.remove_placement_group(self.group)
-
-    def _places(self) -> list[str]:
-        where = self._ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        return [where[number] for number in sorted(where)]
 
     def _ask(self) -> Any:
         requests = requests_of(self._spec, nodes_of(self._ray.nodes()), self._turn)
@@ -329,13 +307,11 @@ def why_waiting(
         The line, and whether these nodes can never host the group, even when idle.
     """
     asked, total, never, busy = Counter[str](), Counter[str](), "", ""
+    for node in nodes:
+        total.update(node.resources)
     for role in spec.roles:
         for key, amount in role.resources.items():
             asked[key] += amount * role.replicas  # type: ignore[assignment]
-    for node in nodes:
-        total.update(node.resources)
-    free = {key: available.get(key, 0.0) for key in asked}
-    for role in spec.roles:
         request = ResourceRequest(role.resources, role.label_selector)
         why, able = why_not(request, nodes), hosts(request, nodes)
         if not why and role.replicas > sum(slots(node.resources, role.resources) for node in able):
@@ -345,7 +321,7 @@ def why_waiting(
             )
         if why and not never:
             never = f"{role.name}: {why}"
-        if not busy and not fits(role.resources, free):
+        if not busy and not fits(role.resources, available):
             names = ", ".join(sorted(node.host for node in able)[:8])
             busy = f"{role.name}/0 waits: the nodes that can host it are busy ({names})"
     if not never and not fits(asked, total):
@@ -353,12 +329,11 @@ def why_waiting(
         never = f"the nodes, idle, cannot give that at once ({shown})"
     never = never or infeasible
     # What is free is known of all nodes together.
-    busy = (
-        busy or "all bundles start together, and the nodes that can take them have too little free"
-    )
+    together = "all bundles start together, and the nodes that can take them have too little free"
     count = sum(role.replicas for role in spec.roles)
-    shown = f"asked {amounts_text(asked)} in {count} bundle(s); available {amounts_text(free)}"
-    return f"{shown}; {never or busy}", bool(never)
+    free = amounts_text({key: available.get(key, 0.0) for key in asked})
+    shown = f"asked {amounts_text(asked)} in {count} bundle(s); available {free}"
+    return f"{shown}; {never or busy or together}", bool(never)
 
 
 # ---------------------------------------------------------------------- reports

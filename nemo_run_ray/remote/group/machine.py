@@ -17,8 +17,7 @@ from ..status import Phase, Reason, ReplicaState
 class Replica:
     """One replica and where it is."""
 
-    role: str
-    index: int
+    replica_id: ReplicaId
     service: bool
     restarts: int = 0
     life: ReplicaState = ReplicaState.AWAITED
@@ -27,10 +26,6 @@ class Replica:
     waits_for: str = ""
     #: Its ``ReplicaHandle``, once it has a node; for the driver alone.
     handle: Any = None
-
-    @property
-    def replica_id(self) -> ReplicaId:
-        return self.role, self.index
 
 
 class Outcome(NamedTuple):
@@ -110,18 +105,30 @@ class Group:
         return self._orders
 
     def _of_replica(self, replica: Replica, event: Event) -> None:
-        kind, life = event.kind, replica.life
-        words = f"{name(replica.replica_id)}: {event.words}"
+        kind, life, who = event.kind, replica.life, name(replica.replica_id)
+        words = f"{who}: {event.words}"
         if kind is Kind.LOST:
             # What has ended may lose its node: the group can still succeed.
             if life not in (ReplicaState.ENDED, ReplicaState.LOST):
                 replica.life = ReplicaState.LOST
-                is_awaited = life is ReplicaState.AWAITED
-                self._fail(1, event.cause if is_awaited else Reason.NODE_DIED, words)
+                self._fail(
+                    1, event.cause if life is ReplicaState.AWAITED else Reason.NODE_DIED, words
+                )
         elif kind is Kind.EXITED and life.runs:
             replica.life, replica.code = ReplicaState.ENDED, event.code
-            if life is not ReplicaState.STOPPING:
-                self._exited(replica, event)
+            if life is ReplicaState.STOPPING:
+                return
+            if replica.service and replica.restarts > 0:
+                replica.restarts -= 1
+                self._start([replica])
+            elif replica.service:
+                words = f"the service {who} ended before the primaries: {event.words}"
+                self._fail(event.code or 1, Reason.SERVICE_ENDED, words)
+            elif event.code:
+                self.outcome = self.outcome or Outcome(event.code, Reason.EXIT_CODE, words)
+                # The others of its role would wait for it.
+                role = replica.replica_id[0]
+                self._end(one for key, one in self.replicas.items() if key[0] == role)
         elif life is ReplicaState.AWAITED and kind is Kind.PREPARED:
             replica.life = ReplicaState.PREPARED
         elif life is ReplicaState.AWAITED and kind is Kind.UNPREPARED:
@@ -132,20 +139,6 @@ class Group:
             replica.life = ReplicaState.READY
         elif life is ReplicaState.STARTED and kind is Kind.UNREADY:
             self._fail(1, Reason.NOT_READY, words)
-
-    def _exited(self, replica: Replica, event: Event) -> None:
-        """Act on the end of a replica that nobody had asked to end."""
-        who, code = name(replica.replica_id), event.code
-        if replica.service and replica.restarts > 0:
-            replica.restarts -= 1
-            self._start([replica])
-        elif replica.service:
-            words = f"the service {who} ended before the primaries: {event.words}"
-            self._fail(code or 1, Reason.SERVICE_ENDED, words)
-        elif code:
-            self.outcome = self.outcome or Outcome(code, Reason.EXIT_CODE, f"{who}: {event.words}")
-            # The others of its role would wait for it.
-            self._end(other for other in self.replicas.values() if other.role == replica.role)
 
     def _next_phase(self) -> None:
         """Enter the next phases, as far as the replicas allow."""

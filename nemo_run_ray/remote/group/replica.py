@@ -53,7 +53,18 @@ class ReplicaProcess:
                 for order in orders:
                     obey[order["do"]](order)
             if children.children:
-                self._look_after()
+                is_over = children.step(self._workspace.role.task.grace_s)
+                if children.are_ending or is_over:
+                    self._stop_probing()
+                if is_over:
+                    self._report_end()
+                elif self._probing is not None:
+                    answer, waits = self._probing.step(), self._probing.waiting()
+                    if answer is not None:
+                        self._probing = None
+                        channel.report("unready" if answer else "ready", words=answer)
+                    elif waits is not None:
+                        channel.report("waiting", words=waits)
             channel.send()
 
     def abandon(self) -> None:
@@ -66,7 +77,7 @@ class ReplicaProcess:
     # ------------------------------------------------------------------ orders
 
     def _prepare(self, order: Json) -> None:
-        self._workspace, self._index = Workspace(order), int(order["index"])
+        self._workspace, self._index = Workspace(order), order["index"]
         try:
             self._workspace.prepare(self._folder)
         except (OSError, ValueError) as error:
@@ -78,12 +89,9 @@ class ReplicaProcess:
         place: Workspace = self._workspace
         role = place.role
         place.begin(order["env"])
-        self._children.clear()
         for local_rank in range(role.processes):
-            variables = {}
-            if role.ranked:
-                rank = self._index * role.processes + local_rank
-                variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            rank = self._index * role.processes + local_rank
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)} if role.ranked else {}
             take = partial(self._report_output, Lines())
             child = self._children.add(Child(*place.command(role.task.argv, variables), take))
             if child.code is not None:
@@ -111,24 +119,10 @@ class ReplicaProcess:
             self._probing.close()
             self._probing = None
 
-    def _look_after(self) -> None:
-        is_over = self._children.step(self._workspace.role.task.grace_s)
-        if self._children.are_ending or is_over:
-            self._stop_probing()
-        if is_over:
-            self._over()
-        elif self._probing is not None:
-            answer, waits = self._probing.step(), self._probing.waiting()
-            if answer is not None:
-                self._probing = None
-                self._channel.report("unready" if answer else "ready", words=answer)
-            elif waits is not None:
-                self._channel.report("waiting", words=waits)
-
-    def _over(self) -> None:
+    def _report_end(self) -> None:
         children, place = self._children.children, self._workspace
-        failed = [child for child in children if child.code]
-        first = min(failed or children[:1], key=lambda child: child.ended_at)
+        failed = [child for child in children if child.code] or children[:1]
+        first = min(failed, key=lambda child: child.ended_at)
         words = first.ending
         if first.code and len(children) > 1:
             words = f"process {children.index(first)}: {words}"

@@ -53,8 +53,8 @@ def argv_of(spec: JobSpec, run_dir: RunDir, env: Env) -> list[str]:
         startup = [run_dir.map(line) for line in spec.startup]
         return in_shell(argv, spec.login_shell, startup, spec.python)
     if argv[0] == "python":  # the one asked for, the one on PATH, or the one that runs us
-        is_there = spec.python or shutil.which("python", path=env.get("PATH"))
-        argv[0] = (spec.python or "python") if is_there else sys.executable
+        is_there = shutil.which("python", path=env.get("PATH"))
+        argv[0] = spec.python or ("python" if is_there else sys.executable)
     return argv
 
 
@@ -64,15 +64,14 @@ def expand(word: str, env: Env) -> str:
 
 
 def in_shell(
-    argv: Sequence[str], is_login: bool, startup: Sequence[str], python: str | None
+    argv: list[str], is_login: bool, startup: Sequence[str], python: str | None
 ) -> list[str]:
     """The words that run a command in bash, after startup commands in the same shell.
 
     The interpreter comes first on ``PATH``, also after the profile.
     """
-    argv = list(argv)
     if argv[0] == "python" and python is not None:
-        argv[0] = python
+        argv = [python, *argv[1:]]
     lines = ['nemo_run_ray_argv=("$@")', "set --"]  # a startup command may set the arguments
     if python is not None and os.path.isabs(python):
         lines.append(f'export PATH={shlex.quote(os.path.dirname(python))}:"$PATH"')
@@ -84,5 +83,4 @@ def in_shell(
         lines += [f"nemo_run_ray_step={shlex.quote(shown)}", f"eval {shlex.quote(command)}", _CHECK]
     lines += [f"{_FIND_PYTHON}{shlex.quote(sys.executable)}", "trap - EXIT TERM"]
     lines.append('exec -- "${nemo_run_ray_argv[@]}"')
-    options = ["-l", "-c"] if is_login else ["-c"]
-    return ["bash", *options, "\n".join(lines), "bash", *argv]
+    return ["bash", "-lc" if is_login else "-c", "\n".join(lines), "bash", *argv]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import io
 import os
-import re
 from contextlib import suppress
 
 #: Prefix of this package's lines in a job's log.
@@ -51,15 +50,20 @@ def copy_end(path: str, to: str, most_bytes: int) -> None:
     shutil.copystat(path, to)  # its time says when the job was seen last
 
 
-class Lines:
-    """Cuts one process's output into lines: a line is passed on whole, or not yet.
+def _line_decoder() -> io.IncrementalNewlineDecoder:
+    """Makes of output what Ray reads in a log: strict UTF-8, and ``\\n`` as the end of a line.
 
-    Wrong bytes become ``\\xNN``; ``\\r`` ends a line as ``\\n`` does, since Ray reads it so.
+    One wrong byte would end every reader's stream, so it becomes ``\\xNN``.
     """
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    return io.IncrementalNewlineDecoder(decoder, translate=True)
+
+
+class Lines:
+    """Cuts one process's output into lines: a line is passed on whole, or not yet."""
 
     def __init__(self) -> None:
-        decode = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        self._decoder = io.IncrementalNewlineDecoder(decode, translate=True)
+        self._decoder = _line_decoder()
         self._begun = ""
 
     def take(self, data: bytes) -> str:
@@ -74,17 +78,13 @@ class Lines:
 
 
 class Output:
-    """The command's output on its way into the job's log.
+    """The command's output on its way into the job's log, also of a line that is not complete.
 
-    Ray reads the log as strict UTF-8 and takes ``\\r``, ``\\n`` and ``\\r\\n`` alike for a line's
-    end; one wrong byte would end every reader's stream. So wrong bytes are written as ``\\xNN``,
-    and no ``\\r`` before a ``\\n``: then all readers count the same characters, which is how a
-    reader that was cut off finds its place.
+    All readers must count the same characters, which is how one that was cut off finds its place.
     """
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        self._returns = ""  # what was read ends with them: an \\n that follows belongs to them
+        self._decoder = _line_decoder()
         self._in_line = False
 
     def take(self, data: bytes) -> None:
@@ -92,10 +92,7 @@ class Output:
 
         A last line without its end gets one, so that this package's line begins a new one.
         """
-        text = self._returns + self._decoder.decode(data, final=not data)
-        text = re.sub("\r+\n", "\n", text)
-        end = len(text.rstrip("\r")) if data else len(text)
-        text, self._returns = text[:end], text[end:]
+        text = str(self._decoder.decode(data, final=not data))
         if text:
-            self._in_line = text[-1] not in "\r\n"
+            self._in_line = text[-1] != "\n"
         write(text if data or not self._in_line else f"{text}\n")

@@ -130,7 +130,8 @@ class Probing:
                         f". It does listen on {_LOCAL}:{self._port}, where no other node can reach "
                         "it; let it listen on 0.0.0.0"
                     )
-            why = getattr(error, "strerror", None) or str(error).strip()[:80]
-            return f"{question} failed: {why}{hint}"
-        is_ready = status == spec.status
-        return "" if is_ready else f"{question} is answered with {status}, not {spec.status}"
+            why = getattr(error, "strerror", None) or str(error)
+            return f"{question} failed: {why[:80]}{hint}"
+        if status != spec.status:
+            return f"{question} is answered with {status}, not {spec.status}"
+        return ""

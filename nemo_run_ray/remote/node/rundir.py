@@ -18,7 +18,7 @@ import stat
 import tempfile
 from contextlib import suppress
 
-from ..files import own_folder
+from ..files import own_folder, write_file
 
 #: File in the code archive that keeps what Ray's unpacking drops: executable bits and symlinks.
 MANIFEST = ".nemo_run_ray_manifest.json"
@@ -74,20 +74,17 @@ class RunDir:
         else:
             shutil.copytree(working_dir, self.code, symlinks=True)
             _restore_manifest(self.code)
-        scripts = f"{self.mount}/scripts"
-        for target in (f"{self.mount}/configs", scripts):
-            os.mkdir(target)
-            source = f"{jobs}/{job}/{os.path.basename(target)}"
+        for kind in ("configs", "scripts"):
+            os.mkdir(f"{self.mount}/{kind}")
+            source = f"{jobs}/{job}/{kind}"
             if os.path.isdir(source):
-                shutil.copytree(source, target, dirs_exist_ok=True)
-        for name in os.listdir(scripts):
-            path = f"{scripts}/{name}"
-            os.chmod(path, 0o700)
-            with open(path, "r+b") as file:
+                shutil.copytree(source, f"{self.mount}/{kind}", dirs_exist_ok=True)
+        for name in os.listdir(f"{self.mount}/scripts"):
+            path = f"{self.mount}/scripts/{name}"
+            with open(path, "rb") as file:
                 text = self.map(os.fsdecode(file.read()))
-                file.seek(0)
-                file.truncate()
-                file.write(os.fsencode(text))
+            write_file(path, os.fsencode(text))
+            os.chmod(path, 0o700)
         main = f"{jobs}/__main__.py"
         if os.path.exists(main):
             shutil.copy(main, self.root)
@@ -156,9 +153,9 @@ def read_secrets(names: tuple[str, ...] = ()) -> dict[str, str]:
     Raises:
         FileNotFoundError: one of the names is not on this node.
     """
-    path = archived(SECRETS)
     values: dict[str, str] = {}
-    if path is not None:
+    path = archived(SECRETS)
+    if path:
         os.chmod(path, 0o600)
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
@@ -171,7 +168,7 @@ def read_secrets(names: tuple[str, ...] = ()) -> dict[str, str]:
 def remove_secrets() -> None:
     """Remove the file that brought the secrets, if there is one."""
     path = archived(SECRETS)
-    if path is not None:
+    if path:
         os.remove(path)
 
 

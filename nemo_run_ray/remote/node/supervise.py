@@ -28,9 +28,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import IO, Any, Callable, Iterable, Iterator, NoReturn, Sequence
 
-from ..end_record import EndRecord, describe_exit, proof_of
+from ..end_record import EndRecord, describe_exit
 from ..spec import Env
-from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say, write
+from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say
 
 #: Environment variable by which a tree is found whose top process was killed.
 TAG = "NEMO_RUN_RAY_TAG"
@@ -45,21 +45,11 @@ WATCHDOG = "nrr-watchdog"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
-def run_supervised(tag: str, nonce: str, key: str, work: Callable[[Runner], int]) -> int:
-    """Run ``work`` in a runner process and return its exit code. See the module's text.
-
-    The tag is unique, and in the environment of every process of the command. The key proves the
-    log's last line; it may be empty.
-    """
-    end = supervise(tag, work)
-    write(end._replace(proof=proof_of(key, end.code) if key else "").line(nonce))
-    return end.code
-
-
 def supervise(tag: str, work: Callable[[Runner], int]) -> EndRecord:
-    """Run ``work`` in a runner process; nothing that carries the tag remains afterwards.
+    """Run ``work`` in a runner process. See the module's text.
 
-    If the runner was killed, it is not known what remains: a process may hide from the tag.
+    The tag is unique, and in the environment of every process of the command: none that carries it
+    remains. If the runner was killed, it is not known what does: a process may hide from the tag.
     """
     began_at = time.time()
     runner, watchdog = socket.socketpair()
@@ -150,11 +140,9 @@ class Runner:
         while not children.step(grace_s):
             if self._watchdog in children.wait(watched):
                 is_cancelled = True
-                if self._watchdog.recv(1):
-                    children.end(grace_s)
-                else:  # the watchdog is dead: its killer wants the job to end
-                    watched = []
-                    children.end(0.0)
+                if not self._watchdog.recv(1):  # it is dead: its killer wants the job to end
+                    watched, grace_s = [], 0.0
+                children.end(grace_s)
         code = command.code or 0
         self.ending, self.cause = command.ending, "EXIT_CODE" if code else "NONE"
         if is_cancelled:
@@ -175,7 +163,7 @@ class Child:
         cwd: str | None,
         output: Callable[[bytes], None] | IO[bytes],
     ) -> None:
-        self._output = output
+        self._output: Any = output
         self.pid: int | None = None  # if it could be started
         self.code: int | None = None  # once it has ended: 128 + n after signal n
         self.reason = ""  # why it could not be started
@@ -203,7 +191,7 @@ class Child:
 
     def read(self) -> None:
         """Pass on what there is to read; the empty bytes are the output's end."""
-        if self.fd is None or not callable(self._output):
+        if self.fd is None:
             return
         data = os.read(self.fd, CHUNK_BYTES)
         if not data:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from nemo_run_ray.experiment import dispatch as snapshots
 from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.job import note_ends
@@ -21,7 +23,7 @@ def _stop_by_force(submitted: Submitted) -> dict[str, str]:
 
 def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique):
     submitted = Submitted(ray, unique, "job")
-    status = JobStatus(JobState.SUCCEEDED).to_json()
+    status = asdict(JobStatus(JobState.SUCCEEDED))
     ledger = store_of(submitted.exp_dir).ledger
     ray.before_table = lambda: ledger.write(TERMINAL, f"{submitted.id}.job", status=status)
     assert _stop_by_force(submitted) == {"job": "SUCCEEDED"}

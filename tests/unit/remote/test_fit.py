@@ -6,9 +6,9 @@ from nemo_run_ray.remote.fit import (
     ResourceRequest,
     best,
     free_text,
-    has_room,
     hosts,
     request_of,
+    scarce,
     slots,
     why_not,
 )
@@ -90,8 +90,8 @@ def test_the_best_node_lacks_least():
     node = best(ResourceRequest({"GPU": 4.0}), NODES)
     assert node.host == "a"
     assert free_text(ResourceRequest({"GPU": 4.0}), node) == "GPU 2 of 8 free"
-    assert not has_room(ResourceRequest({"GPU": 4.0}), node)
-    assert has_room(ResourceRequest({"GPU": 2.0}), node)
+    assert scarce(ResourceRequest({"GPU": 4.0}), node) == ["GPU"]
+    assert not scarce(ResourceRequest({"GPU": 2.0}), node)
 
 
 def test_slots_are_what_the_scarcest_resource_allows():

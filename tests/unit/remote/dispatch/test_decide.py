@@ -519,7 +519,7 @@ def test_what_no_allocation_is_long_enough_for_is_given_up():
 @pytest.mark.parametrize(
     ("env", "left"),
     [
-        ({}, None),
+        ({}, TimeLeft()),
         ({"NEMO_RUN_RAY_ENDS_AT": "160", "NEMO_RUN_RAY_LASTS_S": "90"}, TimeLeft(60, 90, False)),
     ],
 )

@@ -15,10 +15,8 @@ from nemo_run_ray.remote.dispatch import dispatcher
 from nemo_run_ray.remote.dispatch.dispatcher import (
     ABSENT_MAX_S,
     STOP_TRUST_S,
-    SUPERVISOR_BYTES,
     Dispatcher,
     WrongCluster,
-    default_limit,
     find_dashboard,
 )
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
@@ -357,15 +355,6 @@ def test_a_job_whose_secret_did_not_come_is_given_up_in_words(serve):
     assert ray.rows["e.b"]["status"] == "SUCCEEDED"
 
 
-@pytest.mark.parametrize(
-    ("memory_gib", "limit"), [(0, 4), (0.5, 4), (1, 4), (2, 9), (16, 78), (1024, 4997)]
-)
-def test_the_default_limit_leaves_the_head_half_of_its_memory(memory_gib, limit):
-    size = int(memory_gib * 2**30)
-    assert default_limit(size) == limit
-    assert limit == 4 or limit * SUPERVISOR_BYTES <= size / 2
-
-
 def test_the_dashboard_of_the_right_session_is_found(serve):
     closed = serve()
     silent, other = serve(), serve(session="session_of_somebody_else")
@@ -409,14 +398,21 @@ def test_the_secrets_are_gone_when_all_is_decided(serve, files, told):
     assert "all is decided" in told()[-1]
 
 
-def test_a_dispatcher_without_an_owner_ends_with_a_code_of_its_own(serve, files, told):
-    plan = dispatch_of(job_spec("a", secrets=("KEY",)), max_in_flight=7)
+@pytest.mark.parametrize(
+    ("given", "memory_gib", "limit"), [(7, 0, 7), (None, 0, 4), (None, 16, 78)]
+)
+def test_a_dispatcher_without_an_owner_ends_with_a_code_of_its_own(
+    serve, files, told, monkeypatch, given, memory_gib, limit
+):
+    """Its first line has the limit, by default for half of the head's memory."""
+    monkeypatch.setattr(dispatcher, "memory_bytes", lambda: memory_gib * 2**30)
+    plan = dispatch_of(job_spec("a", secrets=("KEY",)), max_in_flight=given)
     ray = serve(plan)
     plan = plan._replace(dashboards=(ray.url,))
     ray.rows[OWN].update(STOPPED)
     assert dispatcher.run(plan, OWN) == JobExit.WRONG_CLUSTER
     assert not os.path.exists(files)
     first, *_, last = told()
-    assert first.endswith("1 jobs, at most 7 at once")
+    assert first.endswith(f"1 jobs, at most {limit} at once")
     assert "nothing more is started" in last
     assert ray.posts() == 0

@@ -178,7 +178,7 @@ def test_a_stop_ends_all_that_runs_and_then_the_group(data):
 
 
 def group_of(*replicas: tuple[ReplicaId, bool, int]) -> Group:
-    return Group({key: Replica(*key, service, restarts) for key, service, restarts in replicas})
+    return Group({key: Replica(key, service, restarts) for key, service, restarts in replicas})
 
 
 def after(group: Group, *events: Event) -> list[ReplicaOrder]:

@@ -333,13 +333,11 @@ def test_a_worker_that_never_comes_up_by_its_py_executable_ends_the_group(monkey
     never = role("main")._replace(runtime_env={"py_executable": "/opt/python"})
     made = driver.GroupDriver.__new__(driver.GroupDriver)
     handle = ReplicaHandle(("main", 0), never, node(1), "tag", "dir")
-    made._group = Group({("main", 0): Replica("main", 0, False, handle=handle)}, Phase.PREPARING)
-    made._runner, made._ray = None, types.SimpleNamespace(nodes=list)
+    made._group = Group({("main", 0): Replica(("main", 0), False, handle=handle)}, Phase.PREPARING)
+    made._ray = types.SimpleNamespace(nodes=list)
     made._actors = types.SimpleNamespace(answers=list)
     made._watch_at, made._tell_at, made._placed_at = 0.0, float("inf"), -100.0
-    monkeypatch.setattr(driver, "is_cancelled", lambda runner: False)
     monkeypatch.setattr(driver, "nodes_of", lambda rows: [node(1)])
-    monkeypatch.setattr(driver.GroupDriver, "_show", lambda self: None)
     made._turn()
     assert made._group.phase is Phase.OVER
     assert made._group.outcome.cause is Reason.RUNTIME_ENV

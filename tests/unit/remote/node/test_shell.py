@@ -110,5 +110,5 @@ def test_a_job_gets_them_with_the_paths_of_its_folder(tmp_path):
     assert f". {run_dir.code}/env.sh" in words[2]
     assert words[:2] == ["bash", "-c"]
     spec = JobSpec(("cat",), login_shell=True)
-    assert command.argv_of(spec, run_dir, {})[:3] == ["bash", "-l", "-c"]
+    assert command.argv_of(spec, run_dir, {})[:2] == ["bash", "-lc"]
     assert command.argv_of(JobSpec(("cat",)), run_dir, {}) == ["cat"]
