@@ -17,9 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent import futures
-from concurrent.futures import Future
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Any, Literal, TypeVar
@@ -77,6 +75,8 @@ class Pool:
     """
 
     def __init__(self, joined: Connection) -> None:
+        #: The address of the Ray that does the work.
+        self.address = joined.address
         self._connection = joined
         self._queues: dict[str, TaskQueue] = {}
         # Equal functions share what was measured.
@@ -84,11 +84,6 @@ class Pool:
         self._lock = threading.Lock()
         self._is_closed = False
         atexit.register(self.close)  # before Ray's own end: what is registered last is called first
-
-    @property
-    def address(self) -> str:
-        """The address of the Ray that does the work."""
-        return self._connection.address
 
     def __enter__(self) -> Pool:
         return self
@@ -144,8 +139,15 @@ class Pool:
             raise ConfigError(f"failures is {failures!r}; expected is 'raise' or 'yield'.")
         _check(timeout_s, retries)
         tasks, prepared = self._queue(reserved), self._function(function)
-        template = Item(prepared, b"", timeout_s, retries)
-        results = _results(tasks, template, iter(items), ordered, failures == "yield")
+        results = _results(
+            tasks,
+            prepared,
+            iter(items),
+            ordered,
+            failures == "yield",
+            timeout_s=timeout_s,
+            retries=retries,
+        )
         if progress or (progress is None and sys.stderr.isatty()):
             total = len(items) if isinstance(items, Sized) else None
             return _with_bar(results, prepared.name, total)
@@ -275,31 +277,35 @@ class PoolExecutor(futures.Executor):
 
 
 def _results(
-    tasks: TaskQueue, template: Item, items: Iterator[Any], ordered: bool, yields_failures: bool
+    tasks: TaskQueue,
+    function: Function,
+    items: Iterator[Any],
+    ordered: bool,
+    yields_failures: bool,
+    **limits: Any,
 ) -> Iterator[Any]:
-    """See ``Pool.map``; each item is called as the template says.
+    """See ``Pool.map``; the limits are those of each item.
 
     The iterable is read here, in the caller's thread, as ``concurrent.futures`` reads it.
     """
-    function, done = template.function, queue.SimpleQueue[int]()
+    done, ended = queue.SimpleQueue[int](), set[int]()
     live: dict[int, Item] = {}  # in tasks, or ended and not taken
-    ended = set[int]()
-    sent = taken = size_bytes = 0
+    sent = size_bytes = 0
     read_until = 0.0
     error: Exception | None = None  # of the iterable: raised after the results before it
     try:
         while live or error is None:
             average = size_bytes / max(len(live), 1)
-            each = max(average + function.result_bytes, 1.0)
-            most = min(tasks.window(function, average), int(_BYTES_MAX / each) + 1)
+            by_size = _BYTES_MAX / max(average + function.result_bytes, 1.0)
+            most = min(tasks.window(function, average), by_size + 1)
             while not done.empty():
                 ended.add(done.get())
-            number = taken if ordered else next(iter(ended), -1)
+            number = next(iter(live if ordered else ended), -1)
             is_due = number in ended and monotonic() >= read_until
             if error is None and len(live) < most and not is_due:
                 try:
                     data = pickle_arguments(f"Item {sent} of {function.name}", next(items))
-                    item = replace(template, data=data, future=Future())
+                    item = Item(function, data, **limits)
                     tasks.submit(item)
                 except Exception as raised:  # also StopIteration
                     if not (yields_failures and isinstance(raised, CannotBeSent)):
@@ -317,7 +323,6 @@ def _results(
                     ended.add(done.get(timeout=_REFILL_S))
                 continue
             ended.discard(number)
-            taken += 1
             item = live.pop(number)
             size_bytes -= len(item.data)
             if (cause := item.future.exception()) is None:

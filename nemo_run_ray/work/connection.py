@@ -6,13 +6,11 @@ import importlib.metadata
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from time import monotonic
 from typing import Any
 
 from nemo_run_ray.clusters import LocalCluster
@@ -24,8 +22,6 @@ ADDRESS = "RAY_ADDRESS"
 _AUTH_MODE = "RAY_AUTH_MODE"
 #: Seconds in which an address must take a connection.
 _ANSWERS_S = 5.0
-#: Ray gives a GCS up no sooner, in seconds: an earlier SIGTERM is another's.
-_GIVEN_UP_S = 30.0
 #: The two blocks of Ray's message about versions: the cluster's and this process's.
 _VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 #: A Ray's address with its port.
@@ -40,21 +36,19 @@ class Connection:
 
     def __init__(self, address: str | None, num_cpus: int | None, runtime_env: Json) -> None:
         global _has_read_token
-        loaded: Any = sys.modules.get("ray")
-        self.ray = loaded
+        self.ray: Any = sys.modules.get("ray")
         self.users = 0  # open pools
         self._pid = os.getpid()
-        self._runtime_env: Json = {}
         self._environment: dict[str, str | None] = {}
+        self.owns, self._runtime_env = True, dict(runtime_env)
         # A program that has called ray.init() itself keeps that connection, and so do its pools.
-        self.owns = loaded is None or not loaded.is_initialized()
-        if not self.owns:
-            self.address = str(loaded.get_runtime_context().gcs_address)
+        if self.ray and self.ray.is_initialized():
+            self.owns, self._runtime_env = False, {}
+            self.address = str(self.ray.get_runtime_context().gcs_address)
             self.check(address, runtime_env)
             if not os.environ.get(ADDRESS, "").startswith("ray://"):  # else Ray Client's own
                 self._set_environment({ADDRESS: self.address})
             return
-        self._runtime_env = dict(runtime_env)
         self.address = _asked_for(address)
         with _translated(self.address or "the embedded Ray", runtime_env):
             variables = {ADDRESS: self.address}
@@ -67,32 +61,32 @@ class Connection:
                 cluster.connect()
                 variables = cluster.driver_environment()
                 self.address = variables[ADDRESS]
-            has_token = variables.get(_AUTH_MODE) == "token"
-            if has_token and not (
-                loaded is None or _has_read_token or os.environ.get(_AUTH_MODE) == "token"
-            ):
-                raise ConfigError(
-                    "The embedded Ray wants a token, and ray was imported before work.connect(): "
-                    "it has read already that there is none. Call work.connect() before the first "
-                    f"`import ray`, or set {_AUTH_MODE}=token in the environment of the program."
-                )
-            _has_read_token = _has_read_token or has_token
+                if self.ray and not _has_read_token and os.environ.get(_AUTH_MODE) != "token":
+                    raise ConfigError(
+                        "The embedded Ray wants a token, and ray was imported before "
+                        "work.connect(): it has read already that there is none. Call "
+                        "work.connect() before the first `import ray`, or set "
+                        f"{_AUTH_MODE}=token in the environment of the program."
+                    )
+                _has_read_token = True
             self._set_environment(variables)
             import ray
 
             self.ray = ray
-            options: Json = {"runtime_env": dict(runtime_env)} if runtime_env else {}
-            if not self.address.startswith("ray://"):
-                options["logging_level"] = logging.WARNING
-            began = monotonic()
+            # By ray:// Ray warns of it.
+            quiet = {} if self.address.startswith("ray://") else {"logging_level": logging.WARNING}
             try:
-                ray.init(self.address, log_to_driver=False, **options)
+                ray.init(
+                    self.address,
+                    log_to_driver=False,
+                    runtime_env=self._runtime_env or None,
+                    **quiet,
+                )
             except BaseException as error:
                 self.restore_environment()
-                # Ray sends SIGTERM when no GCS has answered (2.60).
-                is_sigterm = isinstance(error, SystemExit) and error.code == signal.SIGTERM
-                if not is_sigterm or monotonic() - began < _GIVEN_UP_S:
+                if not isinstance(error, SystemExit):
                     raise
+                # Ray sends SIGTERM when no GCS has answered (2.60).
                 reason = "what listens there has not answered as the GCS of a Ray"
                 raise ConnectionError(reason) from error
 
@@ -133,7 +127,8 @@ class Connection:
         """Undo that."""
         for name, before in self._environment.items():
             os.environ.pop(name, None)
-            os.environ.update({} if before is None else {name: before})
+            if before is not None:
+                os.environ[name] = before
 
 
 _current: Connection | None = None

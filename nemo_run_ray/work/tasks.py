@@ -20,12 +20,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from time import monotonic
 from typing import Any
 
@@ -39,7 +38,7 @@ from nemo_run_ray.errors import (
 )
 from nemo_run_ray.fields import is_whole
 from nemo_run_ray.remote import fit
-from nemo_run_ray.remote.spec import Json
+from nemo_run_ray.remote.fit import Amounts, Labels
 from nemo_run_ray.work.connection import Connection
 
 #: Seconds that a batch should take: a hundred times what a task costs. An item that takes longer
@@ -64,8 +63,6 @@ _FIRST_TELL_S, _TELL_S = 5.0, 30.0
 _BATCH_END_S = 0.5
 #: Seconds that the imports of a function may take when its calls have a time limit.
 _IMPORT_S = 300.0
-#: Kinds of an item's row: the pickled result, the pickled exception, or a result that cannot be.
-RESULT, RAISED, UNPICKLED = "result", "raised", "unpickled"
 
 _functions: dict[bytes, Callable[..., Any]] = {}
 
@@ -86,8 +83,11 @@ def call_items_on_node(
 
 def call_items(
     function: bytes, items: Sequence[bytes], timeout_s: float | None
-) -> list[tuple[str, bytes, str, float]]:
-    """A row for each item: its kind, what is pickled, an explanation, and the seconds it took.
+) -> list[tuple[bytes | None, str, float]]:
+    """A row for each item: pickled data, a text, and the seconds it took.
+
+    The data are those of the result, with no text; or of the exception, with its traceback; or
+    ``None`` when the result cannot be pickled, with the reason.
 
     There are fewer rows than items when those took long: other workers may take the rest. By Ray
     Client, which has no tasks that yield, this is the task, and the process ends itself: by a
@@ -101,21 +101,22 @@ def call_items(
     for item in items:
         if timeout_s is not None:
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
-        kind, data, text = RESULT, b"", ""
+        data: bytes | None = b""
+        text = ""
         began = time.perf_counter()
         try:
             arguments, named = pickle.loads(item)
             value = _load(function)(*arguments, **named)
         except BaseException as error:  # also SystemExit: it ends the item, not the worker
-            kind, text = RAISED, traceback.format_exc()
+            text = traceback.format_exc()
             with suppress(Exception):  # any that its own __reduce__ raises
                 data = cloudpickle.dumps(error, protocol=5)
         else:
             try:
                 data = cloudpickle.dumps(value, protocol=5)
             except Exception as error:
-                kind, text = UNPICKLED, f"{type(value).__name__}: {error}"
-        rows.append((kind, data, text, time.perf_counter() - began))
+                data, text = None, f"{type(value).__name__}: {error}"
+        rows.append((data, text, time.perf_counter() - began))
         if time.perf_counter() >= until:
             break
     faulthandler.cancel_dump_traceback_later()
@@ -124,7 +125,7 @@ def call_items(
 
 def _prepare(function: bytes, timeout_s: float | None) -> None:
     """Import what a function needs; that is no part of its calls' limit, and has one of its own."""
-    if timeout_s is not None and function not in _functions:
+    if timeout_s is not None:
         faulthandler.dump_traceback_later(_IMPORT_S, exit=True, file=2)
     with suppress(BaseException):  # each item reports it
         _load(function)
@@ -151,27 +152,29 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
+@dataclass(eq=False)
 class Function:
     """A function that workers call, and the measured cost of its items."""
 
-    def __init__(self, name: str, data: bytes) -> None:
-        self.name = name
-        self.data = data  # pickled
-        self.stored: Any = None  # the reference of it in Ray's object store, once there
-        self.seconds: float | None = None  # of one item, once one has ended
-        self.result_bytes = 0.0  # of one result
+    name: str
+    #: It, pickled.
+    data: bytes
+    #: Its reference in Ray's object store, once it is there.
+    stored: Any = None
+    #: The time of one item; infinite until one has ended.
+    seconds: float = math.inf
+    #: The size of one result.
+    result_bytes: float = 0.0
 
     def measured(self, seconds: float, result_bytes: int) -> None:
         """Take the cost of one more item into account."""
-        if self.seconds is None:
+        if self.seconds == math.inf:
             self.seconds, self.result_bytes = seconds, result_bytes
         self.seconds += 0.2 * (seconds - self.seconds)
         self.result_bytes += 0.2 * (result_bytes - self.result_bytes)
 
     def batch(self, waiting: int, workers: int, item_bytes: float) -> int:
-        """The number of items of the next task."""
-        if self.seconds is None:
-            return 1
+        """The number of items of the next task: one until the cost is known."""
         by_time = BATCH_S / max(self.seconds, 1e-6)
         by_size = BATCH_BYTES_MAX / max(item_bytes, self.result_bytes, 1.0)
         # At the end of the work each worker gets its share.
@@ -210,13 +213,13 @@ class Item:
         if self.begin():
             self.future.set_exception(error)
 
-    def take(self, kind: str, data: bytes, text: str) -> BaseException | None:
+    def take(self, data: bytes | None, text: str) -> BaseException | None:
         """End with the result of a row, or return why it has none."""
-        if kind == UNPICKLED:
+        if data is None:
             return CannotBeSent(f"The result of {self.function.name} cannot be sent back: {text}")
         try:
             value = pickle.loads(data)
-            if kind == RESULT:
+            if not text:
                 self.future.set_result(value)
                 return None
             if isinstance(value, StopIteration) or not isinstance(value, Exception):
@@ -224,9 +227,8 @@ class Item:
                 value = WorkError(f"the function has raised {type(value).__name__}: {value}")
             value.__cause__ = RemoteTraceback(text)
         except Exception as error:  # it has no class here, or cannot be changed
-            if kind == RESULT:  # another attempt would not change that
-                self.future.set_exception(error)
-                return None
+            if not text:
+                return error
             value = RuntimeError(text.strip().splitlines()[-1])
             value.__cause__ = RemoteTraceback(text)
         failure: BaseException = value
@@ -256,9 +258,8 @@ class _RayTask:
         limit_s = self.items[0].timeout_s
         if self.begun_at is None or limit_s is None:
             return math.inf
-        if len(self.items) > 1:  # which of them takes too long shows when each runs by itself
-            limit_s += 2 * len(self.items) * (self.items[0].function.seconds or 0.0)
-        return self.begun_at + limit_s
+        # Which of several takes too long shows when each runs by itself.
+        return self.begun_at + limit_s + (_BATCH_END_S if len(self.items) > 1 else 0.0)
 
 
 class TaskQueue:
@@ -277,21 +278,25 @@ class TaskQueue:
         cpus: float = 1,
         gpus: float = 0,
         memory: int | None = None,
-        resources: Mapping[str, float] | None = None,
-        label_selector: Mapping[str, str] | None = None,
+        resources: Amounts | None = None,
+        label_selector: Labels | None = None,
         max_workers: int | None = None,
     ) -> None:
-        options: Json = {"num_cpus": cpus, "num_gpus": gpus, "memory": memory}
-        if label_selector:  # Ray takes a strategy or labels
-            options["label_selector"] = label_selector
-        else:
-            options["scheduling_strategy"] = "SPREAD"
         self._ray = connection.ray
         self._by_client = self._ray.util.client.ray.is_connected()
         self._ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         task = self._ray.remote(call_items if self._by_client else call_items_on_node)
         try:
-            self._task = task.options(resources=resources, max_retries=0, **options)
+            self._task = task.options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                memory=memory,
+                resources=resources,
+                label_selector=label_selector,
+                # Ray takes a strategy or labels.
+                scheduling_strategy=None if label_selector else "SPREAD",
+                max_retries=0,
+            )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"Ray has no such workers: {error}.") from error
         amounts = {"CPU": cpus, "GPU": gpus, "memory": memory, **(resources or {})}
@@ -354,8 +359,10 @@ class TaskQueue:
     def _run(self) -> None:
         try:
             while self._closed is None:
+                if not (is_busy := bool(self._waiting or self._calls)):
+                    self._tell_at = self._never_at = None
                 with suppress(queue.Empty):
-                    self._events.get(timeout=_STEP_S if self._waiting or self._calls else None)()
+                    self._events.get(timeout=_STEP_S if is_busy else None)()
                     while True:
                         self._events.get_nowait()()
                 self._step(monotonic())
@@ -378,25 +385,23 @@ class TaskQueue:
             self._look_at = now + _LOOK_S
             cancelled = [item for item in self._waiting if item.future.cancelled()]
             self._end(cancelled, CancelledError())
-            if self._waiting or self._calls:
-                with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
-                    self._look(now)  # else the head does not answer
-            else:
-                self._tell_at = self._never_at = None
+            with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
+                self._look(now)  # else the head does not answer
         for call in [] if self._by_client else list(self._calls):
             if self._has_begun(call) and now >= call.deadline:
                 self._cancel(call)
                 self._has_failed(call.items, call.items[0].timed_out())
         while self._waiting:
             first = self._waiting[0]
-            function, seconds, most = first.function, first.function.seconds, self._slots
-            if seconds is not None and seconds <= _QUEUED_S:
+            function, most, size_bytes = first.function, self._slots, len(first.data)
+            if function.seconds <= _QUEUED_S:
                 most *= TASKS_PER_WORKER
             if len(self._calls) >= min(most, self._max_workers or most):
                 return
-            most = function.batch(len(self._waiting), self._slots, len(first.data))
-            batch, size_bytes = [self._waiting.popleft()], len(first.data)
-            for item in list(islice(self._waiting, 0 if first.is_alone else most - 1)):
+            most = function.batch(len(self._waiting), self._slots, size_bytes)
+            batch = [self._waiting.popleft()]
+            while self._waiting and len(batch) < most and not first.is_alone:
+                item = self._waiting[0]
                 size_bytes += len(item.data)
                 is_like = item.function is function and item.timeout_s == first.timeout_s
                 if item.is_alone or not is_like or size_bytes > BATCH_BYTES_MAX:
@@ -416,14 +421,17 @@ class TaskQueue:
     def _look(self, now: float) -> None:
         """Look at the nodes: how many workers they can have, and which of them have died."""
         nodes, amounts = fit.nodes_of(self._ray.nodes()), self._request.resources
-        hosts, most = fit.hosts(self._request, nodes), self._max_workers
+        most = self._max_workers
         # Where a worker reserves nothing, max_workers is given.
-        slots = sum(fit.slots(node.resources, amounts) if amounts else most or 0 for node in hosts)
+        slots = sum(
+            fit.slots(node.resources, amounts) if amounts else most or 0
+            for node in fit.hosts(self._request, nodes)
+        )
         self._slots = min(slots, most or slots)
-        alive = {node.node_id for node in nodes}
+        alive = {"", *(node.node_id for node in nodes)}
         # Where a host has lost its power, Ray itself notices some minutes later.
         for call in list(self._calls):
-            if self._has_begun(call) and call.node_id not in {"", *alive}:
+            if self._has_begun(call) and call.node_id not in alive:
                 self._cancel(call)
                 self._was_lost(call, self._ray.exceptions.NodeDiedError("Its node has died."))
         if self._slots or self._never_at is None:
@@ -451,15 +459,6 @@ class TaskQueue:
                 call.node_id, call.begun_at = self._ray.get(next(call.ref)), monotonic()
         return call.begun_at is not None
 
-    def _watch(self, ref: Any, ended: Callable[[Future[Any]], None]) -> None:
-        """Call a function in the queue's thread when a reference is ready."""
-
-        def post(done: Future[Any]) -> None:
-            with suppress(PoolClosed):
-                self._post(partial(ended, done))
-
-        ref.future().add_done_callback(post)
-
     def _send(self, items: list[Item]) -> None:
         function = items[0].function
         try:
@@ -473,46 +472,48 @@ class TaskQueue:
             return
         call = _RayTask(ref, items, monotonic() if self._by_client else None)
         self._calls.add(call)
+        take_rows = partial(self._has_rows, call)
         if self._by_client:
-            self._watch(ref, partial(self._has_rows, call))
-        else:
-            self._watch(ref.completed(), partial(self._has_ended, call))
+            self._watch(call, ref, take_rows)
+        else:  # it yields, and has its rows when it has ended
+            self._watch(call, ref.completed(), lambda _: self._watch(call, next(ref), take_rows))
 
-    def _has_ended(self, call: _RayTask, done: Future[Any]) -> None:
-        """A task that yields has ended; its node's id and its rows are there, or an error."""
-        if call not in self._calls:
-            return  # it was cancelled
-        self._has_begun(call)
-        if (error := done.exception()) is None:
-            self._watch(next(call.ref), partial(self._has_rows, call))
-            return
-        for ref in call.ref:  # Ray prints errors that nobody takes
-            with suppress(self._ray.exceptions.RayError):
-                self._ray.get(ref)
-        self._was_lost(call, error)
+    def _watch(self, call: _RayTask, ref: Any, ready: Callable[[Any], None]) -> None:
+        """Pass the value of a task's reference on, or the task's loss, in the queue's thread."""
 
-    def _has_rows(self, call: _RayTask, done: Future[Any]) -> None:
-        if call not in self._calls:
-            return
-        if (error := done.exception()) is not None:
+        def look(done: Future[Any]) -> None:
+            if call not in self._calls:
+                return  # it was cancelled
+            self._has_begun(call)
+            if (error := done.exception()) is None:
+                ready(done.result())
+                return
+            for failed in [] if self._by_client else call.ref:
+                with suppress(self._ray.exceptions.RayError):
+                    self._ray.get(failed)  # Ray prints errors that nobody takes
             self._was_lost(call, error)
-            return
+
+        def post(done: Future[Any]) -> None:
+            with suppress(PoolClosed):
+                self._post(partial(look, done))
+
+        ref.future().add_done_callback(post)
+
+    def _has_rows(self, call: _RayTask, rows: Sequence[tuple[bytes | None, str, float]]) -> None:
         self._calls.discard(call)
         self._tell_at = None
-        rows = done.result()
         self._waiting.extendleft(reversed(call.items[len(rows) :]))
-        for item, (kind, data, text, seconds) in zip(call.items, rows, strict=False):
-            item.function.measured(seconds, len(data))
-            failure = None if item.future.done() else item.take(kind, data, text)
+        for item, (data, text, seconds) in zip(call.items, rows, strict=False):
+            item.function.measured(seconds, len(data or b""))
+            failure = None if item.future.done() else item.take(data, text)
             if failure is not None:
                 self._has_failed([item], failure)
 
     def _was_lost(self, call: _RayTask, error: BaseException) -> None:
         """The worker of a task has died, or its node, or no worker could be started there."""
         self._calls.discard(call)
-        exceptions = self._ray.exceptions
+        exceptions, first = self._ray.exceptions, call.items[0]
         is_lost = isinstance(error, (exceptions.NodeDiedError, exceptions.ObjectLostError))
-        first = call.items[0]
         if (is_lost or call.begun_at is None) and first.losses < LOSSES_MAX:
             for item in call.items:
                 item.losses += 1
@@ -521,10 +522,11 @@ class TaskQueue:
         if self._by_client and monotonic() >= call.deadline:
             error = first.timed_out()
         elif isinstance(error, exceptions.RayError):
-            what = f"No worker could be started for {first.function.name}"
-            if call.begun_at is not None:
-                what = f"The worker that ran {first.function.name} has died"
-            error = WorkerDied(f"{what}: {' '.join(str(error).split())[:500]}")
+            error = WorkerDied(
+                f"The worker for {first.function.name} "
+                f"{'could not be started' if call.begun_at is None else 'has died'}: "
+                f"{' '.join(str(error).split())[:500]}"
+            )
         self._has_failed(call.items, error)
 
     def _has_failed(self, items: Sequence[Item], error: BaseException) -> None:
@@ -537,7 +539,7 @@ class TaskQueue:
                 item.failures += 1
             if item.failures > item.retries:
                 item.fail(error)
-        self._waiting.extendleft(item for item in reversed(items) if not item.future.done())
+        self._waiting.extendleft(reversed(items))
 
     def _cancel(self, call: _RayTask) -> None:
         """End a task with its worker."""
@@ -562,9 +564,10 @@ def pickle_arguments(what: str, /, *arguments: Any, **named: Any) -> bytes:
         for part in (*arguments, *named.values()):
             with suppress(Exception):  # the search calls the object's own code
                 _, failures = inspect_serializability(part, "it", print_file=io.StringIO())
-                for one in failures:
-                    path = ".".join(map(str, getattr(one, "path", ()) or [one.name]))
-                    culprits.append(f"{path} is of type {type(one.obj).__name__}; ")
+                culprits += [
+                    f"{'.'.join(map(str, one.path))} is of type {type(one.obj).__name__}; "
+                    for one in failures
+                ]
         text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise CannotBeSent(
             f"{what} cannot be sent to a worker: {min(culprits, default='')}{text}. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import threading
 import time
 import weakref
@@ -15,7 +14,7 @@ import pytest
 from nemo_run_ray import errors
 from nemo_run_ray import work as pool
 from nemo_run_ray.errors import CannotBeSent, ConfigError, ItemFailed
-from nemo_run_ray.work.tasks import RESULT, Function, Item, call_items
+from nemo_run_ray.work.tasks import Function, Item, call_items
 from tests.conftest import wait_for
 
 
@@ -32,7 +31,7 @@ class Tasks:
 
     def _run(self, item: Item) -> None:
         (row,) = call_items(item.function.data, [item.data], None)
-        if failure := item.take(*row[:3]):
+        if failure := item.take(*row[:2]):
             item.future.set_exception(failure)
 
     def give_up(self, items: list[Item]) -> None:
@@ -44,14 +43,7 @@ class Tasks:
 
 def results(items: Any, function: Any = abs, ordered=True, yields_failures=False) -> Iterator[Any]:
     tasks: Any = Tasks()
-    template = Item(tasks.function(function), b"")
-    return pool._results(tasks, template, iter(items), ordered, yields_failures)
-
-
-def test_a_result_that_this_program_cannot_read_is_not_asked_for_again():
-    item = Item(Function("f", b""), b"", retries=1)
-    assert item.take(RESULT, b"torn", "") is None
-    assert isinstance(item.future.exception(0), pickle.UnpicklingError)
+    return pool._results(tasks, tasks.function(function), iter(items), ordered, yields_failures)
 
 
 def broken() -> Iterator[int]:

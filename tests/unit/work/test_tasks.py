@@ -88,7 +88,7 @@ class Task:
         self.yielded.append(node_id)
 
     def finish(self, *values: object) -> None:
-        self.yielded.append([("result", pickle.dumps(value), "", 0.1) for value in values])
+        self.yielded.append([(pickle.dumps(value), "", 0.1) for value in values])
         self.future_of_end.set_result(None)
 
 
@@ -203,8 +203,8 @@ def test_an_item_whose_node_has_died_runs_on_another_one(send, ray, is_seen_firs
 @pytest.mark.parametrize(
     ("node_id", "error", "message"),
     [
-        ("one", NodeDied("its node has died"), "ran double has died: its node has died"),
-        ("", RayError("pip has failed"), "No worker could be started for double: pip has failed"),
+        ("one", NodeDied("its node has died"), "for double has died: its node has died"),
+        ("", RayError("pip has failed"), "for double could not be started: pip has failed"),
     ],
 )
 def test_an_item_does_not_take_node_after_node(send, ray, node_id, error, message):
