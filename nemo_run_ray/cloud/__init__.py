@@ -103,8 +103,7 @@ class ShipSource(ExperimentPlugin):
         if not isinstance(executor, (LeptonExecutor, DGXCloudExecutor)):
             known = executor.packager
             if isinstance(known, SourcePackager):  # of another task of the same group
-                both = [*known.scripts, *scripts] if known.scripts and scripts else []
-                known.scripts = list(dict.fromkeys(both))
+                known.scripts = [*known.scripts, *scripts] if known.scripts and scripts else []
             elif known in (Packager(), GitArchivePackager()):  # the executors' defaults
                 executor.packager = SourcePackager(
                     root=str(root),

@@ -1,7 +1,7 @@
 """Makes the tree of the source code that was sent, then becomes the user's command.
 
 Runs on a pod as ``python3 -I -c <this> command ...``: standard library, Python 3.6 or newer. No pod
-waits for another: each unpacks into a folder of its own and renames it.
+waits for another: each looks at every file of the tree, and writes those that are not as sent.
 """
 
 import base64
@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import signal
 import sys
 import tarfile
@@ -35,24 +34,6 @@ def received(env: Mapping[str, str], spec: Dict[str, Any]) -> bytes:
     return packed
 
 
-def unpack(packed: bytes, tree: str) -> None:
-    """Unpack the tree, which is whole from the moment that it has its name."""
-    folder, name = os.path.split(tree)
-    os.makedirs(folder, exist_ok=True)
-    own = tempfile.mkdtemp(prefix=f".{name}.", dir=folder)
-    try:
-        os.chmod(own, 0o755)
-        with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-            # The digest vouches for it. Newer versions of Python warn, or refuse links, without.
-            tar.extraction_filter = lambda member, path: member
-            tar.extractall(own)
-        os.rename(own, tree)
-    except OSError:
-        shutil.rmtree(own, ignore_errors=True)
-        if not os.path.isdir(tree):
-            raise
-
-
 def is_as_sent(path: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> bool:
     try:
         if member.issym():
@@ -65,9 +46,13 @@ def is_as_sent(path: str, member: tarfile.TarInfo, tar: tarfile.TarFile) -> bool
 
 
 def restore(packed: bytes, tree: str) -> None:
-    """Replace what a job has changed in the tree since it was unpacked."""
+    """Unpack what the tree lacks, and replace what a job has changed in it since."""
     tree = os.path.realpath(tree)
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+    shared = os.path.dirname(tree)
+    os.makedirs(shared, exist_ok=True)
+    fresh = tempfile.TemporaryDirectory(prefix=".src-", dir=shared)
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar, fresh as own:
+        # The digest vouches for it. Newer versions of Python warn, or refuse links, without.
         tar.extraction_filter = lambda member, path: member
         for member in tar:
             path = os.path.join(tree, member.name)
@@ -76,12 +61,12 @@ def restore(packed: bytes, tree: str) -> None:
                 continue
             if os.path.realpath(folder) != folder:  # never write outside of the tree
                 raise ValueError(f"{path} is behind a link that was not sent; remove {tree}")
-            note = f"nemo-run-ray: {path} is not as sent; restored"
-            print(note, file=sys.stderr, flush=True)  # exec drops what is buffered
+            if os.path.lexists(path):
+                note = f"nemo-run-ray: {path} is not as sent; restored"
+                print(note, file=sys.stderr, flush=True)  # exec drops what is buffered
             os.makedirs(folder, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".src-", dir=os.path.dirname(tree)) as own:
-                tar.extract(member, own)
-                os.replace(os.path.join(own, member.name), path)
+            tar.extract(member, own)
+            os.replace(os.path.join(own, member.name), path)
 
 
 def main(command: List[str]) -> None:
@@ -89,8 +74,6 @@ def main(command: List[str]) -> None:
     try:
         spec = json.loads(env[PREFIX + "SPEC"])
         packed = received(env, spec)
-        if not os.path.isdir(spec["tree"]):
-            unpack(packed, spec["tree"])
         restore(packed, spec["tree"])
         # Commands start in the job's own code folder, though jobs may share the tree.
         os.makedirs(spec["code"], exist_ok=True)

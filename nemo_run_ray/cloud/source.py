@@ -9,16 +9,15 @@ import gzip
 import io
 import logging
 import os
-import stat
 import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path, PurePosixPath
-from typing import IO
 
 from nemo_run_ray.errors import SourceTooLarge, TransportError
 from nemo_run_ray.remote.files import replacing
@@ -27,17 +26,17 @@ log = logging.getLogger(__name__)
 
 #: Names, or patterns of names, of files and folders that are left out unless git tracks them or
 #: ``include`` names them: caches, environments, data and models.
-LEFT_OUT: tuple[str, ...] = (
-    *("__pycache__", "*.py[co]", ".git", ".hg", ".svn", ".DS_Store", "*.egg-info", ".eggs"),
-    *(".venv", "venv", ".tox", ".nox", "node_modules", ".ipynb_checkpoints"),
-    *(".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".cache"),
-    *("*.pt", "*.pth", "*.bin", "*.ckpt", "*.distcp", "*.safetensors", "*.gguf", "*.onnx"),
-    *("*.nemo", "*.engine", "*.h5", "*.hdf5", "*.npy", "*.npz", "*.pkl", "*.pickle"),
-    *("*.parquet", "*.arrow", "*.feather", "*.jsonl", "*.tfrecord", "*.idx", "*.sqlite", "*.db"),
-    *("*.tar", "*.tar.*", "*.tgz", "*.gz", "*.xz", "*.zst", "*.zip", "*.7z", "*.so", "*.whl"),
-    *("*.mp4", "*.wav", "*.flac", "*.mp3", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.pdf"),
-    *("wandb", "mlruns", "lightning_logs", "nemo_experiments", "checkpoints"),
-)
+LEFT_OUT = (
+    "__pycache__", "*.py[co]", ".git", ".hg", ".svn", ".DS_Store", "*.egg-info", ".eggs",
+    ".venv", "venv", ".tox", ".nox", "node_modules", ".ipynb_checkpoints",
+    ".*_cache", ".hypothesis", ".cache",
+    "*.pt", "*.pth", "*.bin", "*.ckpt", "*.distcp", "*.safetensors", "*.gguf", "*.onnx",
+    "*.nemo", "*.engine", "*.h5", "*.hdf5", "*.np[yz]", "*.pkl", "*.pickle",
+    "*.parquet", "*.arrow", "*.feather", "*.jsonl", "*.tfrecord", "*.idx", "*.sqlite", "*.db",
+    "*.tar", "*.tar.*", "*.tgz", "*.[gx]z", "*.zst", "*.zip", "*.7z", "*.so", "*.whl",
+    "*.mp[34]", "*.wav", "*.flac", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.pdf",
+    "wandb", "mlruns", "lightning_logs", "nemo_experiments", "checkpoints",
+)  # fmt: skip
 #: More than that is no source code, and reading and compressing it would take minutes.
 _SIZE_MAX_BYTES = 200_000_000
 
@@ -60,7 +59,7 @@ class Link:
 Entry = File | Link
 
 
-def write_tar(stream: IO[bytes] | gzip.GzipFile, entries: Iterable[tuple[str, Entry]]) -> None:
+def write_tar(stream: io.BufferedIOBase, entries: Iterable[tuple[str, Entry]]) -> None:
     """Write a tar archive of the entries, without times and owners."""
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, entry in entries:
@@ -131,14 +130,13 @@ def collect(
         }
 
     chosen = {family for script in scripts for family in families(script)}
+    packages = {package for package, _, _ in chosen}
 
     def is_sent(package: str, collection: str, family: str) -> bool:
-        if family[0] == "_" or (package, collection, family) in chosen:
-            return True
         same = {one for _, known, one in chosen if known == collection}
         has_same = any((root / package / collection / one).is_dir() for one in same)
-        is_of_script = any(package == known for known, _, _ in chosen)
-        return not is_of_script and (family in same or not has_same)
+        is_whole = package not in packages and not has_same
+        return is_whole or family[0] == "_" or family in same
 
     wanted = asked | {name for name in files if all(is_sent(*one) for one in families(name))}
     if not any(name.endswith(".py") for name in wanted):
@@ -150,10 +148,10 @@ def collect(
     ignored -= {folder for name in asked for folder in (name, *_folders(name))}
     if ignored:
         log.warning(
-            "ShipSource: %d file(s) or folder(s) stay here because .gitignore names them: %s. "
-            "include=[…] sends them.",
+            "ShipSource: %d file(s) or folder(s) stay here because .gitignore names them, such as "
+            "%s. include=[…] sends them.",
             len(ignored),
-            ", ".join(sorted(ignored)[:10]) + (", …" if len(ignored) > 10 else ""),
+            ", ".join(sorted(ignored)[:10]),
         )
     return dict(read_tree(root, wanted))
 
@@ -177,20 +175,19 @@ def find_module(root: Path, module: str) -> str | None:
 
 def _starts(root: Path, scripts: Sequence[str]) -> Iterator[str]:
     """The paths whose files are sent for the place where they are."""
+
+    def is_package(name: str) -> bool:
+        return os.path.isfile(root / name / "__init__.py")
+
     if import_base(root) == "src":
         yield "src"
     else:
         for name in os.listdir(root):
-            if name.endswith(".py") or os.path.isfile(root / name / "__init__.py"):
+            if name.endswith(".py") or is_package(name):
                 yield name
     for script in scripts:  # the package that it is in, or its neighbours: it may import them
-        package = None
-        for folder in _folders(script):
-            if not os.path.isfile(root / folder / "__init__.py"):
-                break
-            package = folder
-        if package is not None:
-            yield package
+        if packages := [*takewhile(is_package, _folders(script))]:
+            yield packages[-1]
             continue
         for path in (root / script).parent.iterdir():
             if path.is_file() and (path.parent != root or path.suffix == ".py"):
@@ -200,19 +197,16 @@ def _starts(root: Path, scripts: Sequence[str]) -> Iterator[str]:
 def _included(root: Path, patterns: Iterable[str], exclude: Sequence[str]) -> Iterator[str]:
     """The files and links at or below the paths that match the patterns."""
     for pattern in patterns:
-        leaves = pattern.startswith("/") or ".." in pattern.split("/")
-        paths = [] if leaves else list(root.glob(pattern))
+        found = root.glob(pattern.lstrip("/"))
+        paths = [path for path in found if path.parent.resolve() == path.parent]
         if not paths:
             raise TransportError(
                 f"ShipSource: include={pattern!r} names nothing in {root}; patterns are relative "
-                "to it and stay in it. Nothing was sent."
+                "to it, stay in it and go through no link. Nothing was sent."
             )
         for path in paths:
-            above = (root / folder for folder in _folders(path.relative_to(root).as_posix()))
-            below = () if path.is_symlink() else path.rglob("*")
-            for file in (path, *above, *below):  # with the links on the way
-                real = file.parent.resolve() / file.name
-                name = (real if real.is_relative_to(root) else file).relative_to(root).as_posix()
+            for file in (path, *(() if path.is_symlink() else path.rglob("*"))):
+                name = file.relative_to(root).as_posix()
                 if (file.is_symlink() or not file.is_dir()) and not matches(name, exclude):
                     yield name
 
@@ -238,7 +232,8 @@ def read_tree(
     sizes = {name: os.path.getsize(root / name) for name in chosen if os.path.isfile(root / name)}
     check_source(sizes, where)
     for name in chosen:
-        yield name, _read_entry(root, name, chosen)
+        with suppress(FileNotFoundError):  # git tracks it, and it is removed here
+            yield name, _read_entry(root, name, chosen)
 
 
 def check_source(
@@ -281,15 +276,13 @@ def _read_entry(root: Path, name: str, chosen: Sequence[str]) -> Entry:
                 f"exclude=[{name!r}]. Nothing was sent."
             )
         return File(path.read_bytes(), bool(path.stat().st_mode & 0o100))
+    except FileNotFoundError:
+        raise
     except (OSError, RuntimeError) as error:  # of a loop of links
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> TransportError:
-    return TransportError(
-        f"{path} cannot be read: {getattr(error, 'strerror', error)}. Make it readable, or leave "
-        f"it out with exclude=[{path.name!r}]. Nothing was sent."
-    )
+        raise TransportError(
+            f"{path} cannot be read: {getattr(error, 'strerror', error)}. Make it readable, or "
+            f"leave it out with exclude=[{path.name!r}]. Nothing was sent."
+        ) from error
 
 
 def _folders(name: str) -> Iterator[str]:
@@ -341,13 +334,7 @@ def list_files(
     files = set()
     for name in names:
         path = root / name
-        try:
-            is_folder = stat.S_ISDIR(path.lstat().st_mode)
-        except FileNotFoundError:
-            continue  # git tracks it, and it is removed here
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        if not is_folder:
+        if not os.path.isdir(path) or path.is_symlink():
             files.add(name)
         elif (path / ".git").exists():  # a repository answers for itself
             inner, kept = list_files(path, ["."], (), left_out)
