@@ -44,7 +44,8 @@ def fields(path: str) -> str:
     )
     rows = []
     for node in body.body:
-        if isinstance(node, ast.AnnAssign) and not node.target.id.startswith("_"):
+        is_field = isinstance(node, ast.AnnAssign) and not node.target.id.startswith("_")
+        if is_field and not ast.unparse(node.annotation).startswith("ClassVar"):
             comment = _comment_above(lines, node.lineno - 2)
             if comment:
                 rows.append(
@@ -154,7 +155,7 @@ _MEANINGS = {
     "NOT_STARTED": "The node could not start the command; the message says why.",
     "NO_PROGRAM": "The node does not have the command, or a program that it starts.",
     "NO_MODULE": "Python on the node has no such module.",
-    "REFUSED": "Ray, or a proxy before it, does not take the request.",
+    "REFUSED": "Ray, or a proxy before it, refuses the request.",
     "UNRECORDED": "The command ended while Ray's head was away, and its end record is lost.",
     "NOT_READY": "The probe of a service did not succeed within its `timeout_s`.",
     "SERVICE_ENDED": "A service of the group ended while primaries still needed it.",
