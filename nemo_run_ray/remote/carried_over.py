@@ -73,48 +73,34 @@ def rows_before(allocation: str, run: str) -> JobRows:
         OSError: a file exists and cannot be read now. Without it, jobs would run again.
     """
     for folder in runs_before(allocation, run) if allocation and run else ():
-        path = f"{folder}/{TABLE}"
-        if exists(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
+        files = _names(folder)
+        if TABLE in files:
+            with open(f"{folder}/{TABLE}", encoding="utf-8", errors="replace") as file:
                 table, written_at = file.read(), os.fstat(file.fileno()).st_mtime
             why = ""
-            end = f"{folder}/end.json"
-            with suppress(FileNotFoundError, ValueError), open(end, encoding="utf-8") as file:
-                why = str(json.load(file)["why"])
-            return rows_of(table, kept_ids(allocation), written_at, why)
+            if "end.json" in files:
+                with open(f"{folder}/end.json", encoding="utf-8") as file:
+                    why = json.load(file)["why"]
+            kept: set[str] = set().union(*kept_dispatches(allocation).values())
+            return rows_of(table, kept, written_at, why)
     return {}
 
 
-def kept_dispatches(allocation: str) -> list[str]:
-    """The folders of the dispatches that are kept for the cluster of an allocation.
+def kept_dispatches(allocation: str) -> dict[str, set[str]]:
+    """First ids of the dispatcher and the jobs of each dispatch that is kept, by its folder.
+
+    Args:
+        allocation: folder of an allocation of the cluster.
 
     Raises:
         OSError: they cannot be read now.
     """
-    folder = f"{os.path.dirname(os.path.dirname(allocation))}/{DISPATCHES}"
-    paths = [f"{folder}/{name}" for name in _names(folder)]
-    return [path for path in paths if exists(f"{path}/{IDS}")]
-
-
-def kept_ids(allocation: str) -> set[str]:
-    """First ids of the dispatchers and jobs of all kept dispatches.
-
-    Raises:
-        OSError: they cannot be read now.
-    """
-    ids: set[str] = set()
-    for folder in kept_dispatches(allocation):
-        with open(f"{folder}/{IDS}", encoding="utf-8") as file:
-            ids |= set(file.read().split())
-    return ids
-
-
-def exists(path: str) -> bool:
-    """Whether a file exists; one that cannot be looked for is not taken for missing."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        os.stat(path)
-        return True
-    return False
+    above, kept = f"{os.path.dirname(os.path.dirname(allocation))}/{DISPATCHES}", {}
+    for name in _names(above):
+        if IDS in _names(f"{above}/{name}"):
+            with open(f"{above}/{name}/{IDS}", encoding="utf-8") as file:
+                kept[f"{above}/{name}"] = set(file.read().split())
+    return kept
 
 
 def runs_before(allocation: str, run: str) -> Iterator[str]:
@@ -125,15 +111,18 @@ def runs_before(allocation: str, run: str) -> Iterator[str]:
         for name in reversed(_names(f"{folder}/run")):
             if name != own:
                 yield f"{folder}/run/{name}"
-        if not exists(f"{folder}/{RENEWED}"):
+        if RENEWED not in _names(folder):
             return
         parent, number = os.path.split(folder)
         folder = f"{parent}/{int(number) - 1}"
 
 
 def _names(folder: str) -> list[str]:
-    """The names in a folder, those of runs by their numbers."""
-    with suppress(FileNotFoundError):
+    """The names in a folder, those of runs by their numbers; none without that folder.
+
+    A folder that cannot be read now is not taken for missing.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(folder)
-        return sorted(names, key=lambda name: ([*map(int, re.findall("[0-9]+", name))], name))
+        return sorted(names, key=lambda name: [*map(int, re.findall("[0-9]+", name))])
     return []

@@ -425,7 +425,7 @@ def test_a_sandbox_that_dies_ends_the_job(slurm, start, tmp_path, image):
 
 def test_a_sandbox_that_dies_before_it_is_ready(slurm, start):
     job = start("true", env={"SANDBOX_COMMAND": "'echo no such image; exit 9'"})
-    _failed(job, "the sidecar sandbox has ended before it was ready: exit code 9", "no such image")
+    _failed(job, "the sidecar sandbox has ended: exit code 9", "no such image")
 
 
 #: What the soak kills, by the words of its processes; ``watchdog`` and ``runner`` are the two

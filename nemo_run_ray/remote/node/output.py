@@ -50,6 +50,16 @@ def copy_end(path: str, to: str, most_bytes: int) -> None:
     shutil.copystat(path, to)  # its time says when the job was seen last
 
 
+def log_end(path: str) -> str:
+    """The last lines of a log as the end of a sentence, each behind ``| ``; empty without a log."""
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - 8192, 0))
+        lines = file.read().decode(errors="replace").split("\n")
+        lines = [line.rstrip() for line in lines if line.strip()][-12:]
+        return "\n    | ".join([f". Its log, {path}, ends with:", *lines])
+    return ""
+
+
 def _line_decoder() -> io.IncrementalNewlineDecoder:
     """Makes of output what Ray reads in a log: strict UTF-8, and ``\\n`` as the end of a line.
 

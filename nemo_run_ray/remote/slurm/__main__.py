@@ -37,8 +37,8 @@ def main() -> int:
     failed = failure(settings, end.text)
     if settings.rank == 0:
         return folder.publish_end(failed).code
-    report = folder.report_of(settings.rank) or NodeReport(host=settings.host)
-    folder.publish_report(report._replace(failed=report.failed or failed.why, left=True))
+    report = NodeReport(host=settings.host, failed=failed.why, left=True)
+    folder.write(f"nodes/{settings.rank}.json", report)
     return 0
 
 

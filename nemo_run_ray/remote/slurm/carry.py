@@ -86,8 +86,9 @@ class Allocation:
         self.ray_env: dict[str, str] = {}
         if self._folder and settings.ends_at is not None:
             remaining_s = settings.ends_at - time.time()
-            margin_s = min(max(remaining_s / 10, _MARGIN_MIN_S), _MARGIN_MAX_S)
-            margin_s = margin_s if settings.renew else 0.0
+            margin_s = 0.0
+            if settings.renew:
+                margin_s = min(max(remaining_s / 10, _MARGIN_MIN_S), _MARGIN_MAX_S)
             self._ends_at = settings.ends_at - margin_s
             self.ray_env = {
                 ENDS_AT: f"{self._ends_at:.0f}",
@@ -106,12 +107,9 @@ class Allocation:
         """
         if not self._folder:
             return
-        renewed = f"{self._folder}/{carried_over.RENEWED}"
-        before = carried_over.runs_before(self._folder, self._settings.run)
-        if not carried_over.exists(renewed) and not any(before):
+        if not any(carried_over.runs_before(self._folder, self._settings.run)):
             for folder in carried_over.kept_dispatches(self._folder):
                 _remove_archives(folder)
-            return
         self._carried = carried_over.rows_before(self._folder, self._settings.run)
         # A dispatch without an attempt is of another allocation, or its client died early.
         self._waiting = [
@@ -203,7 +201,8 @@ class Allocation:
         # They must not follow each other for ever. The next allocation has all of its time for a
         # dispatch that was submitted late in this one. Otherwise a job of a dispatch must have
         # been started in this run, beside the dispatchers; one that waits for resources was not.
-        jobs = carried_over.kept_ids(self._folder) - set(map(os.path.basename, dispatches))
+        kept = carried_over.kept_dispatches(self._folder)
+        jobs = set().union(*kept.values()) - set(map(os.path.basename, kept))
         began = {
             first_id(name)
             for name, row in table.items()
@@ -241,7 +240,7 @@ class Allocation:
         table = {
             name: attempt_of_row(row) for name, row in rows.items() if first_id(name) in folders
         }
-        return {folders[name]: own for name, own in attempts_of([*folders], table).items()}
+        return {folders[name]: own for name, own in attempts_of(folders, table).items()}
 
     def _start_dispatcher(self) -> None:
         """Start the dispatcher of the first dispatch that waits; after a failure it is the last."""

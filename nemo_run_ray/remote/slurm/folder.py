@@ -94,38 +94,40 @@ class RunFolder:
         self.path = path
         self._rank = rank
         self._beats = 0
-        self._last_beats: dict[int, str] = {}
-        self._missed: dict[int, int] = {}
-
-    def prepare(self) -> None:
-        for name in ("nodes", "beats"):
-            os.makedirs(self.file(name), exist_ok=True)
-
-    def file(self, *names: str) -> str:
-        return os.path.join(self.path, *names)
+        #: The last heartbeat of each node that was looked at, and the rounds without a new one.
+        self._seen: dict[int, tuple[str, int]] = {}
 
     def text(self, name: str) -> str | None:
-        """The content of a file; ``None`` while it does not exist."""
-        if "/" not in name:  # reports are many, and their folder is listed once
-            self._names("")
-        with suppress(OSError), open(self.file(name), "rb") as file:
-            return os.fsdecode(file.read())
+        """The content of a file; ``None`` while it does not exist.
+
+        To look at the folder is how a new file is seen soon: NFS remembers for up to a minute that
+        a file does not exist, unless its folder has changed.
+        """
+        with suppress(OSError):
+            if "/" not in name:  # reports are many, and their folder is listed once
+                os.listdir(self.path)
+            with open(f"{self.path}/{name}", "rb") as file:
+                return os.fsdecode(file.read())
         return None
 
-    def publish_report(self, report: NodeReport) -> None:
-        self._publish(f"nodes/{self._rank}.json", report)
+    def read(self, name: str, kind: Callable[..., _Row]) -> _Row | None:
+        """The named tuple in a file; ``None`` while it does not exist."""
+        text = self.text(name)
+        return kind(**json.loads(text)) if text else None
 
-    def report_of(self, rank: int) -> NodeReport | None:
-        return self._read(f"nodes/{rank}.json", NodeReport)
+    def write(self, name: str, row: Any) -> None:
+        """Write a file with the fields of a named tuple."""
+        write_file(f"{self.path}/{name}", json.dumps(row._asdict()))
 
     def reports(self) -> dict[int, NodeReport]:
         """The reports of all nodes, by rank."""
-        rows = {
-            int(name[:-5]): self._read(f"nodes/{name}", NodeReport)
-            for name in self._names("nodes")
-            if name.endswith(".json")
-        }
-        return {rank: row for rank, row in rows.items() if row is not None}
+        rows: dict[int, NodeReport] = {}
+        with suppress(OSError):
+            for name in os.listdir(f"{self.path}/nodes"):
+                row = self.read(f"nodes/{name}", NodeReport) if name.endswith(".json") else None
+                if row is not None:
+                    rows[int(name[:-5])] = row
+        return rows
 
     def beat(self) -> None:
         """Show that this node's program lives.
@@ -134,22 +136,19 @@ class RunFolder:
         another text, and half of one is another one too.
         """
         self._beats += 1
-        file = os.open(self.file("beats", str(self._rank)), os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            os.pwrite(file, b"%012d" % self._beats, 0)
-        finally:
-            os.close(file)
+        flags = os.O_WRONLY | os.O_CREAT
+        with open(os.open(f"{self.path}/beats/{self._rank}", flags, 0o600), "wb") as file:
+            file.write(b"%012d" % self._beats)
 
     def silent(self, ranks: Iterable[int]) -> set[int]:
         """Look at heartbeats, at least ``BEAT_S`` after the last look; the nodes that seem dead."""
         for rank in ranks:
-            last = beat = self._last_beats.get(rank)
-            with suppress(OSError), open(self.file("beats", str(rank))) as file:
+            last, missed = self._seen.get(rank, ("", 0))
+            beat = last
+            with suppress(OSError), open(f"{self.path}/beats/{rank}") as file:
                 beat = file.read()
-            if beat is not None:
-                self._missed[rank] = self._missed.get(rank, 0) + 1 if beat == last else 0
-                self._last_beats[rank] = beat
-        return {rank for rank in ranks if self._missed.get(rank, 0) >= LATE_ROUNDS}
+            self._seen[rank] = beat, missed + 1 if beat and beat == last else 0
+        return {rank for rank in ranks if self._seen[rank][1] >= LATE_ROUNDS}
 
     def publish_ready(self, head: HeadAddress, env: Env, names: Env) -> None:
         """Let a driver start. ``ready.json`` comes last: whoever sees it finds the rest.
@@ -165,11 +164,11 @@ class RunFolder:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
         lines += [f"{name}={shlex.quote(value)}" for name, value in names.items()]
         lines += [f"head_node_ip={head.address}", f"ip_head={head.gcs}", ""]
-        write_file(self.file("env.sh"), "\n".join(lines))
-        self._publish(READY, head)
+        write_file(f"{self.path}/env.sh", "\n".join(lines))
+        self.write(READY, head)
 
     def end(self) -> RunEnd | None:
-        return self._read(END, RunEnd)
+        return self.read(END, RunEnd)
 
     def publish_end(self, end: RunEnd) -> RunEnd:
         """Publish that the run is over, unless an end is published; the end that counts."""
@@ -177,26 +176,7 @@ class RunFolder:
         if published is not None:
             return published
         if end.renews:
-            write_file(self.file("renews"), "")
-        self._publish(END, end)
-        write_file(self.file("exit_code"), f"{end.code}\n")
+            write_file(f"{self.path}/renews", "")
+        self.write(END, end)
+        write_file(f"{self.path}/exit_code", f"{end.code}\n")
         return end
-
-    def _publish(self, name: str, row: Any) -> None:
-        """Write a file with the fields of a named tuple."""
-        write_file(self.file(name), json.dumps(row._asdict()))
-
-    def _read(self, name: str, kind: Callable[..., _Row]) -> _Row | None:
-        """The named tuple in a file; ``None`` while there is none."""
-        text = self.text(name)
-        return kind(**json.loads(text)) if text else None
-
-    def _names(self, folder: str) -> list[str]:
-        """The names of the files in a folder.
-
-        To look at the folder is also how a new file is seen soon: NFS remembers for up to a minute
-        that a file does not exist, unless its folder has changed.
-        """
-        with suppress(OSError):
-            return os.listdir(self.file(folder))
-        return []

@@ -46,7 +46,6 @@ class Head(NodeProgram):
         #: Set when Ray is started.
         self._ports: Mapping[str, int]
         self._head: HeadAddress
-        self._dashboard: DashboardClient
         self._token = secrets.token_hex(32)
         self._allocation = Allocation(self.settings)
         self.ray_env.update(self._allocation.ray_env)
@@ -63,7 +62,7 @@ class Head(NodeProgram):
         if self.ray is None:
             self._allocation.begin()
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with open(os.open(self.folder.file("token"), flags, 0o600), "w") as file:
+            with open(os.open(f"{self.settings.run}/token", flags, 0o600), "w") as file:
                 file.write(self._token)
             self.address = head_address(
                 self.settings.host, self.env.get("NEMO_RUN_RAY_INTERFACE", "")
@@ -106,10 +105,9 @@ class Head(NodeProgram):
         """Without a token the dashboard is for the node itself alone."""
         self._ports, self.alive = ports, set()
         self._head = HeadAddress(self.address, ports["PORT"], ports["DASHBOARD_PORT"], self.starts)
-        self._dashboard = DashboardClient(
+        self._allocation.dashboard = DashboardClient(
             f"http://127.0.0.1:{ports['DASHBOARD_PORT']}", self._authorize, _ANSWER_S
         )
-        self._allocation.dashboard = self._dashboard
         self.ray_env[DASHBOARD] = self._head.dashboard
         # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
         host = "0.0.0.0" if self.ray_env["RAY_AUTH_MODE"] == "token" else "127.0.0.1"
@@ -139,7 +137,7 @@ class Head(NodeProgram):
         ):
             time.sleep(TURN_S)
         with suppress(OSError):
-            os.unlink(self.folder.file("token"))
+            os.unlink(f"{self.settings.run}/token")
         return end.code
 
     def _requested_end(self) -> RunEnd | None:
@@ -160,7 +158,7 @@ class Head(NodeProgram):
         pause_s = _ASK_READY_S if self.was_ready else _ASK_S
         if monotonic() - self._asked_at >= pause_s:
             with suppress(Unanswered):  # without an answer the last one stays
-                self.alive = {row["node_ip"] for row in self._dashboard.alive_nodes()}
+                self.alive = {row["node_ip"] for row in self._allocation.dashboard.alive_nodes()}
                 for rank, report in self.reports.items():
                     if report.address in self.alive:
                         self.missed[rank] = 0
@@ -222,7 +220,7 @@ def decide(head: Head, elapsed_s: float) -> tuple[str, str]:
             return "", reports[rank].failed
         for rank in sorted(head.dead):
             return "", (
-                f"node {settings.host_of(rank)} (rank {rank}) shows no life: its program writes "
+                f"node {settings.hosts[rank]} (rank {rank}) shows no life: its program writes "
                 f"nothing into {settings.run} any more. It has lost its power, its network or its "
                 "file system"
             )
@@ -239,7 +237,7 @@ def decide(head: Head, elapsed_s: float) -> tuple[str, str]:
     for rank in range(settings.nodes):
         report = reports.get(rank)
         if report is None:
-            late[rank] = f"{settings.host_of(rank)}, which has not begun"
+            late[rank] = f"{settings.hosts[rank]}, which has not begun"
         elif report.address not in head.alive:
             given_up = f", where Ray itself has given up: {report.retried}"
             late[rank] = report.host + (given_up if report.retried else f" (log: {report.log})")
@@ -257,11 +255,10 @@ def decide(head: Head, elapsed_s: float) -> tuple[str, str]:
         waiting = f"sidecars that are not ready: {'; '.join(slow[:_LISTED])}"
     else:
         return "", ""
-    absent = [settings.host_of(rank) for rank in range(settings.nodes) if rank not in reports]
+    absent = [settings.hosts[rank] for rank in range(settings.nodes) if rank not in reports]
     if elapsed_s >= settings.share_limit_s and too_few(absent):
-        more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
         return "", (
-            f"{', '.join(absent[:_LISTED])}{more} has not written into {settings.run} within "
+            f"{', '.join(absent[:_LISTED])} has not written into {settings.run} within "
             f"{settings.share_limit_s:g} s, which node {settings.host} sees. Either that folder is "
             "not on a file system that all nodes share, or the step has not begun there"
         )

@@ -41,27 +41,18 @@ def head_address(host: str, interface: str) -> str:
         if not interface:
             with suppress(OSError):  # the name is unknown here
                 for address in socket.gethostbyname_ex(host)[2]:
-                    if not address.startswith("127.") and _is_own(address):
+                    if not address.startswith("127.") and can_bind(0, address):
                         return address
             return way_to(_ELSEWHERE)
         request = struct.pack("256s", interface.encode()[:15])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
     except OSError as error:
-        what = "none to which its name leads, or by which it reaches other networks"
-        if interface:
-            what = f"none on its network interface {interface!r}"
         raise CannotContinue(
-            f"node {host} has no IPv4 address for the head: {what} ({error}). "
+            f"node {host} has no IPv4 address for the head, by its "
+            f"{interface or 'name or on the way to other networks'} ({error}). "
             "NEMO_RUN_RAY_INTERFACE names the interface to use"
         ) from error
-
-
-def _is_own(address: str) -> bool:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind((address, 0))
-        return True
-    return False
 
 
 def way_to(address: str) -> str:
@@ -88,10 +79,10 @@ def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> dict[st
     names = [*(HEAD_PORTS if is_head else ()), *NODE_PORTS]
     wanted = {name: port for name, port in wanted.items() if name in names}
     for name, port in wanted.items():
-        if not name.endswith("WORKER_PORT") and not _is_free(port):
+        if not name.endswith("WORKER_PORT") and not can_bind(port):
             raise CannotContinue(
-                f"{name}={port} is taken on node {socket.gethostname()}. Set another port, or "
-                "leave the variable out: then a free one is used"
+                f"{name}={port} is taken on node {socket.gethostname()}, or no port. Set another "
+                "port, or leave the variable out: then a free one is used"
             )
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         end = min(int(file.read().split()[0]), _END)
@@ -100,31 +91,28 @@ def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> dict[st
     blocks = (end - start) // _BLOCK
     for number in range(blocks):
         first = start + (salt + number) % blocks * _BLOCK
-        if all(map(_is_free, range(first, first + _SERVICES))):
+        if all(map(can_bind, range(first, first + _SERVICES))):
             break
     else:
         raise CannotContinue(
             f"no block of ports from {start} to {end - 1} is free on node {socket.gethostname()}"
         )
-    workers = {"MIN_WORKER_PORT": first + _SERVICES, "MAX_WORKER_PORT": first + _BLOCK - 1}
-    # Where the user sets one of them alone: as many as NeMo-Run's.
-    if "MIN_WORKER_PORT" in wanted:
-        workers["MAX_WORKER_PORT"] = min(wanted["MIN_WORKER_PORT"] + 256, 65535)
-    elif "MAX_WORKER_PORT" in wanted:
-        workers["MIN_WORKER_PORT"] = max(wanted["MAX_WORKER_PORT"] - 256, 1)
-    chosen = {**workers, **wanted}
+    # Where the user sets the first one alone, as many follow it.
+    low = wanted.get("MIN_WORKER_PORT", first + _SERVICES)
+    chosen = {"MIN_WORKER_PORT": low, "MAX_WORKER_PORT": low + _BLOCK - _SERVICES - 1, **wanted}
     for number, name in enumerate(names):
         if name not in chosen:
             port = _EXPECTED.get(name, 0)
             # Not a port that Ray's workers get, or that the kernel gives to connections.
             is_ours = 0 < port < end and not first <= port < first + _BLOCK
-            chosen[name] = port if is_ours and _is_free(port) else first + number
+            chosen[name] = port if is_ours and can_bind(port) else first + number
     return chosen
 
 
-def _is_free(port: int) -> bool:
-    with suppress(OSError), socket.socket() as probe:
+def can_bind(port: int, address: str = "") -> bool:
+    """Whether a server may listen on a port of this machine; 0 asks for the address alone."""
+    with suppress(OSError, OverflowError), socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Ray's servers do
-        probe.bind(("", port))
+        probe.bind((address, port))
         return True
     return False

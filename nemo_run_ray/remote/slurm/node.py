@@ -13,7 +13,7 @@ from typing import Any, Mapping, Sequence
 
 from ..dashboard import DASHBOARD, EMBEDDED
 from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
-from ..node.output import copy_end, say
+from ..node.output import copy_end, log_end, say
 from ..node.supervise import TAG, Child, Runner, Supervisor
 from ..spec import Env
 from .folder import (
@@ -55,7 +55,7 @@ _FOREIGN = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", DASHBOARD
 _FOREIGN |= {EMBEDDED, ENDS_AT, LASTS_S, RENEWS}
 #: Prefixes of PMI's variables, and the values of Slurm's counts and ranks of a step for a program
 #: that is no rank of it.
-_PMI = ("PMI_", "PMI2_", "PMIX_", "SLURM_PMI", "SLURM_PMIX")
+_PMI = ("PMI_", "PMI2_", "PMIX_", "SLURM_PMI")
 _ALONE = {
     "SLURM_NTASKS": "1",
     "SLURM_NPROCS": "1",
@@ -70,7 +70,7 @@ _ALONE = {
 }
 #: Prefixes of variables by which an MPI in one of Ray's workers takes it for a rank of the step,
 #: and the variables among them that only name Slurm's cluster.
-_OF_STEP = ("SLURM_", "OMPI_", "MPI_", "PMI_", "PMI2_", "PMIX_")
+_OF_STEP = (*_PMI, "SLURM_", "OMPI_", "MPI_")
 _OF_SLURM = {"SLURM_CONF", "SLURM_CLUSTERS"}
 
 
@@ -90,14 +90,13 @@ class NodeProgram(ABC):
         self.report = NodeReport(host=settings.host, log=settings.node_log)
         self._published: NodeReport | None = None
         #: The environment of Ray on this node, and of what runs beside it.
-        self.ray_env = ray_environment(env, settings, folder.file("token"))
+        self.ray_env = ray_environment(env, settings, f"{settings.run}/token")
         self.ray: Child | None = None
         #: Ranks whose life this node depends on, and those among them that show none.
         self.watched: set[int] = {0}
         self.dead: set[int] = set()
         self.starts = 0
         self.began = monotonic()
-        self._restart_at: float | None = None
         self._sidecars: list[tuple[str, Child | None, str, Any]] = []
         self._beside: list[Child] = []  # what stays when Ray is started again
         self.leaves_at = float("inf")
@@ -133,8 +132,12 @@ class NodeProgram(ABC):
                     raise CannotContinue("the watchdog of this node's processes was killed")
                 if order is not None and end is None:
                     is_late = time.time() + 1 >= (self.settings.ends_at or float("inf"))
-                    limit, scancel = "Slurm's time limit has ended the job", "the job was cancelled"
-                    end = RunEnd(143, limit if is_late else scancel)
+                    why = (
+                        "Slurm's time limit has ended the job"
+                        if is_late
+                        else "the job was cancelled"
+                    )
+                    end = RunEnd(143, why)
         except Exception as error:  # whatever it is, this node ends its processes
             kind = "" if isinstance(error, CannotContinue) else f"{type(error).__name__}: "
             end = failure(self.settings, f"{kind}{error}")
@@ -150,15 +153,12 @@ class NodeProgram(ABC):
             # The newest first, of long ones the end. Slurm ends this program soon.
             deadline = monotonic() + _KEEP_S
             paths = glob.glob(f"{self.settings.temp_dir}/session_2*/logs/job-driver-*.log")
-            with suppress(OSError):  # one is removed meanwhile
-                paths.sort(key=os.path.getmtime, reverse=True)
-            for path in paths:
+            for path in sorted(paths, key=os.path.getmtime, reverse=True):
                 with suppress(OSError):
-                    os.makedirs(self.folder.file(JOB_LOGS), exist_ok=True)
                     if monotonic() < deadline:
-                        kept = self.folder.file(JOB_LOGS, os.path.basename(path))
+                        kept = f"{self.settings.run}/{JOB_LOGS}/{os.path.basename(path)}"
                         copy_end(path, kept, _LOG_BYTES)
-        if self.settings.log_sync_s is not None:
+        if self.settings.log_sync_s:
             copy, deadline = self._copy_logs(""), max(self.leaves_at, monotonic() + 1.0)
             while copy.code is None and monotonic() < deadline:
                 time.sleep(0.05)
@@ -176,9 +176,8 @@ class NodeProgram(ABC):
 
     def _copy_logs(self, pause_s: object) -> Child:
         """Copy Ray's own logs on this node to where NeMo-RL has them."""
-        folder = os.path.join(
-            self.settings.logs, "ray", self.settings.host if self.settings.rank else ""
-        )
+        host = self.settings.host if self.settings.rank else ""
+        folder = f"{self.settings.logs}/ray/{host}"
         argv = ["sh", "-c", _COPY, "copy", self.settings.temp_dir, folder, str(pause_s)]
         return self.start(argv, os.devnull, os.environ)
 
@@ -187,7 +186,7 @@ class NodeProgram(ABC):
         self.report = self.report._replace(**fields)
         if self.report != self._published:
             with suppress(OSError):
-                self.folder.publish_report(self.report)
+                self.folder.write(f"nodes/{self.settings.rank}.json", self.report)
                 self._published = self.report
 
     def say(self, text: str) -> None:
@@ -201,7 +200,6 @@ class NodeProgram(ABC):
             CannotContinue: there is no port for it.
         """
         self.starts += 1
-        self._restart_at = None
         settings = self.settings
         ports = choose_ports(settings.ports, not settings.rank, int(settings.job.split(".")[0]))
         argv = self.ray_start_argv(ports)
@@ -232,15 +230,13 @@ class NodeProgram(ABC):
         why = ""
         if self.ray.code == 127:
             why = ": there is no program 'ray', or none that a command before it needs"
-        how = f"has ended: {self.ray.ending}{why}{_log_end(self.settings.node_log)}"
+        how = f"has ended: {self.ray.ending}{why}{log_end(self.settings.node_log)}"
         if why or self.folder.text(READY) is not None:
             raise CannotContinue(f"Ray {how}")
-        if self._restart_at is None:
+        if monotonic() - self.ray.ended_at >= _RETRY_S:
             self.say(f"`ray start` has ended: {self.ray.ending}. It is started again.")
             self.publish(retried=f"try {self.starts} of `ray start` {how}")
             self.children.stop(GRACE_S, keep=self._beside)
-            self._restart_at = monotonic() + _RETRY_S
-        elif monotonic() >= self._restart_at:
             self.start_ray()
 
     def _begin(self) -> None:
@@ -253,13 +249,11 @@ class NodeProgram(ABC):
                     f"{settings.share_limit_s:g} s what the job's script has written there"
                 )
             time.sleep(TURN_S)
-        self.folder.prepare()
-        os.makedirs(settings.logs, exist_ok=True)
         self.folder.beat()
         if not self.env.get("RAY_TEMP_DIR"):
             hold_folder(os.path.dirname(settings.temp_dir))
         os.makedirs(settings.temp_dir, exist_ok=True)
-        if settings.log_sync_s is not None:
+        if settings.log_sync_s:
             self._beside.append(self._copy_logs(settings.log_sync_s))
         for sidecar in settings.sidecars:
             log = settings.log(f"{sidecar.name}-{settings.host}")
@@ -291,10 +285,10 @@ class NodeProgram(ABC):
             CannotContinue: a sidecar has died, or is not ready in time.
         """
         for name, child, log, probing in self._sidecars:
-            is_ready, why = name in self.report.ready, ""
+            why = ""
             if child is not None and child.code is not None:
-                why = f"has ended{'' if is_ready else ' before it was ready'}: {child.ending}"
-            elif not is_ready:
+                why = f"has ended: {child.ending}"
+            elif name not in self.report.ready:
                 answer = "" if probing is None else probing.step()
                 if answer:
                     why = f"is {answer}"
@@ -305,7 +299,7 @@ class NodeProgram(ABC):
                         with suppress(OSError):  # for others to read; we have our own file
                             write_file(f"{self.settings.sandbox_ports}/{ready}", "")
             if why:
-                raise CannotContinue(f"the sidecar {name} {why}{_log_end(log)}")
+                raise CannotContinue(f"the sidecar {name} {why}{log_end(log)}")
 
 
 class Worker(NodeProgram):
@@ -323,7 +317,20 @@ class Worker(NodeProgram):
             end = self.folder.end()
             if end is not None:
                 return end
-            self._follow(self.folder.report_of(0))
+            head = self.folder.read("nodes/0.json", NodeReport)
+            limit_s = self.settings.start_limit_s
+            # A head that has begun gives the start up itself, and knows why.
+            if not (head or self._head) and monotonic() - self.began >= limit_s:
+                raise CannotContinue(f"no head was there within {limit_s:g} s")
+            # A `ray start` that waits for the Ray before, or has joined it, would not notice for
+            # minutes that the head has started it again.
+            if head and head.ray and HeadAddress(*head.ray) != self._head:
+                if self._head is not None:
+                    self.say("The head has started Ray again, and so does this node.")
+                    self.children.stop(GRACE_S, keep=self._beside)
+                self._head = HeadAddress(*head.ray)
+                self.publish(address=way_to(self._head.address))
+                self.start_ray()
         self.watch_ray()
         return None
 
@@ -338,24 +345,6 @@ class Worker(NodeProgram):
             say(why)  # without a shared folder nothing else has it
             self.publish(failed=why)  # the other nodes continue, and must know why
         return super().leave(end)
-
-    def _follow(self, head: NodeReport | None) -> None:
-        """Join the head's Ray, and again when the head has started it again before it was ready.
-
-        A `ray start` that waits for the Ray before, or has joined it, would not notice for minutes.
-        """
-        if head is None:
-            # A head that has begun gives the start up itself, and knows why.
-            limit_s = self.settings.start_limit_s
-            if self._head is None and monotonic() - self.began >= limit_s:
-                raise CannotContinue(f"no head was there within {limit_s:g} s")
-        elif head.ray and HeadAddress(*head.ray) != self._head:
-            if self._head is not None:
-                self.say("The head has started Ray again, and so does this node.")
-                self.children.stop(GRACE_S, keep=self._beside)
-            self._head = HeadAddress(*head.ray)
-            self.publish(address=way_to(self._head.address))
-            self.start_ray()
 
 
 def failure(settings: Settings, why: str) -> RunEnd:
@@ -435,13 +424,3 @@ def driver_environment(ray_env: Env, head: HeadAddress) -> dict[str, str]:
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR")
     env = {name: ray_env[name] for name in names if name in ray_env}
     return {**env, "RAY_ADDRESS": head.gcs, "RAY_API_SERVER_ADDRESS": head.dashboard}
-
-
-def _log_end(path: str) -> str:
-    """The last lines of a log as the end of a sentence, each behind ``| ``; empty without a log."""
-    with suppress(OSError), open(path, "rb") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - 8192, 0))
-        lines = file.read().decode(errors="replace").split("\n")
-        lines = [line.rstrip() for line in lines if line.strip()][-12:]
-        return "\n    | ".join([f". Its log, {path}, ends with:", *lines])
-    return ""

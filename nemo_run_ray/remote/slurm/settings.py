@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any, Iterator, Mapping, NamedTuple
 
 from ..files import LIFE, RUN, own_folder
@@ -61,7 +62,7 @@ class Settings:
         self.rank, self.nodes = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
         #: Folder of this run, shared by all nodes.
         self.run = env.get(RUN, "")
-        if self.rank is None or self.nodes is None or not self.run:
+        if None in (self.rank, self.nodes) or not self.run:
             raise CannotContinue(
                 "the variables SLURM_PROCID, SLURM_STEP_NUM_TASKS and NEMO_RUN_RAY_RUN are not "
                 "all set; this program is started by `srun` in the job's script"
@@ -73,24 +74,23 @@ class Settings:
         #: Slurm's number of the job and of its start: ``12.0``, and ``12.1`` after a requeue.
         self.job = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_RESTART_COUNT') or '0'}"
         #: Slurm's names of this node, and of all nodes by rank.
-        self.host = env.get("SLURMD_NODENAME") or os.uname().nodename
-        self._hosts = env.get(HOSTS, "").split()
+        self.host = env.get("SLURMD_NODENAME", "")
+        self.hosts = env.get(HOSTS, "").split()
+        #: The log of this node's Ray. Numbers are as wide as the largest, so that names sort.
+        width = len(str(self.nodes - 1))
+        self.node_log = self.log(f"worker-{self.rank:0{width}d}" if self.rank else "head")
         #: CPUs that Ray may give away here, and NeMo-Run's resource: this node's GPUs, or 1. Steps
         #: without GPUs of their own see those of the job.
         self.cpus = _number(env, "SLURM_CPUS_ON_NODE")
-        gpus, devices = env.get("SLURM_GPUS_ON_NODE", ""), env.get("CUDA_VISIBLE_DEVICES", "")
-        seen = len(list(filter(str.strip, devices.split(","))))
-        self.worker_units = (int(gpus) if gpus.isdigit() else seen) or 1
+        seen = re.findall("[^, ]+", env.get("CUDA_VISIBLE_DEVICES", ""))
+        self.worker_units = _number(env, "SLURM_GPUS_ON_NODE") or len(seen) or 1
         #: Ray's folder on the node; short, since Linux limits the names of the sockets inside. It
         #: lies in a folder of this user alone: Ray lets everybody write into its own.
-        own = own_folder(f"/tmp/nrr-{os.getuid()}-{self.job}")
-        self.temp_dir = env.get("RAY_TEMP_DIR") or f"{own}/r"
+        own = f"/tmp/nrr-{os.getuid()}-{self.job}"
+        self.temp_dir = env.get("RAY_TEMP_DIR") or own_folder(own) + "/r"
         #: Ports that the user has set, by variable.
-        self.ports = {
-            name: port
-            for name in (*HEAD_PORTS, *NODE_PORTS)
-            if (port := _number(env, name, is_port=True)) is not None
-        }
+        names = (*HEAD_PORTS, *NODE_PORTS)
+        self.ports = {name: _number(env, name) for name in names if env.get(name)}
         #: With that many workers the cluster is ready.
         self.min_workers: int = min(
             _number(env, "NEMO_RUN_RAY_MIN_WORKERS", self.nodes), self.nodes - 1
@@ -100,8 +100,8 @@ class Settings:
         self.share_limit_s = _number(env, "NEMO_RUN_RAY_SHARE_TIMEOUT", 60)
         #: The death of a worker ends the job.
         self.fail_fast = env.get("NEMO_RUN_RAY_FAIL_FAST", "1") != "0"
-        #: Between two copies of Ray's logs; ``None``: no copies.
-        self.log_sync_s = _number(env, "RAY_LOG_SYNC_FREQUENCY") or None
+        #: Between two copies of Ray's logs; without it, no copies.
+        self.log_sync_s = _number(env, "RAY_LOG_SYNC_FREQUENCY")
         #: When Slurm's time limit ends the job, since the epoch.
         self.ends_at = _number(env, "NEMO_RUN_RAY_END_TIME")
         #: Folder for NeMo-RL's files of readiness.
@@ -114,25 +114,15 @@ class Settings:
         self.idle_timeout_s = _number(env, IDLE_TIMEOUT)
         self.renew = env.get(RENEW) == "1"
 
-    def host_of(self, rank: int) -> str:
-        return self._hosts[rank] if rank < len(self._hosts) else f"the node with rank {rank}"
-
     def log(self, name: str) -> str:
         """The path of a log: ``head``, ``worker-03``, ``job``."""
         return f"{self.logs}/{self._log_prefix}{name}.log"
 
-    @property
-    def node_log(self) -> str:
-        """The log of this node's Ray. Numbers are as wide as the largest, so that names sort."""
-        width = len(str(self.nodes - 1))
-        return self.log(f"worker-{self.rank:0{width}d}" if self.rank else "head")
 
-
-def _number(env: Env, name: str, default: int | None = None, is_port: bool = False) -> Any:
+def _number(env: Env, name: str, default: int | None = None) -> Any:
     text = env.get(name, "").strip()
-    if text and not (text.isdigit() and (not is_port or 1 <= int(text) <= 65535)):
-        allowed = "a port from 1 to 65535" if is_port else "a whole number from 0"
-        raise CannotContinue(f"{name} is {text!r}; expected is {allowed}")
+    if text and not text.isdigit():
+        raise CannotContinue(f"{name} is {text!r}; expected is a whole number from 0")
     return int(text) if text else default
 
 
@@ -144,10 +134,9 @@ def _sidecars(env: Env) -> Iterator[SidecarSpec]:
     """
     command = env.get("SANDBOX_COMMAND", "")
     if command:
-        port = _number(env, "NEMO_SKILLS_SANDBOX_PORT", 6000, is_port=True)
-        pairs = [pair.strip() for pair in env.get("SANDBOX_ENV_VARS", "").split(",") if "=" in pair]
+        port = _number(env, "NEMO_SKILLS_SANDBOX_PORT", 6000)
         variables = {
-            **dict(pair.split("=", 1) for pair in pairs),
+            **dict(re.findall("([^,= ]+)=([^,]*)", env.get("SANDBOX_ENV_VARS", ""))),
             "NGINX_PORT": str(port),
             "SANDBOX_WORKER_BASE_PORT": env.get("SANDBOX_BASE_PORT") or "6001",
         }

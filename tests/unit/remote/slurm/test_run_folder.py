@@ -21,14 +21,14 @@ def test_what_one_node_says_the_others_read(tmp_path):
     (tmp_path / "job").write_text("1")
     assert worker.text("job") == "1"
     assert head.reports() == {}
-    head.prepare()
-    worker.prepare()
-    worker.publish_report(NodeReport(host="n2", failed="no Ray", left=True))
+    for name in ("nodes", "beats"):
+        (tmp_path / name).mkdir()
+    worker.write("nodes/1.json", NodeReport(host="n2", failed="no Ray", left=True))
     (report,) = head.reports().values()
     assert (report.host, report.failed, report.left) == ("n2", "no Ray", True)
-    assert worker.report_of(0) is None
-    head.publish_report(NodeReport(host="n1", ray=_HEAD))
-    assert HeadAddress(*worker.report_of(0).ray) == _HEAD
+    assert worker.read("nodes/0.json", NodeReport) is None
+    head.write("nodes/0.json", NodeReport(host="n1", ray=_HEAD))
+    assert HeadAddress(*worker.read("nodes/0.json", NodeReport).ray) == _HEAD
 
 
 def test_the_first_end_holds(tmp_path):
@@ -52,7 +52,7 @@ def test_a_shell_reads_where_the_cluster_is(tmp_path):
 
 def test_a_beat_that_does_not_grow_is_a_death_after_some_rounds(tmp_path):
     folder = RunFolder(str(tmp_path), 1)
-    folder.prepare()
+    (tmp_path / "beats").mkdir()
     for _ in range(3):
         folder.beat()
         assert folder.silent({1, 2}) == set()

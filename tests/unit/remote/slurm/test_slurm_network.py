@@ -30,9 +30,8 @@ def test_no_port_is_one_that_the_kernel_gives_to_connections(monkeypatch, kernel
         assert last - first > 900
 
 
-def test_one_end_of_the_workers_ports_may_be_set_alone():
-    assert choose_ports({"MIN_WORKER_PORT": 54001}, False, 7)["MAX_WORKER_PORT"] == 54257
-    assert choose_ports({"MAX_WORKER_PORT": 2000}, False, 7)["MIN_WORKER_PORT"] == 1744
+def test_the_first_of_the_workers_ports_may_be_set_alone():
+    assert choose_ports({"MIN_WORKER_PORT": 54001}, False, 7)["MAX_WORKER_PORT"] > 54900
 
 
 def test_two_clusters_on_a_node_do_not_meet():
@@ -58,9 +57,10 @@ def test_a_port_that_is_set_and_taken_is_named():
 
 
 def test_the_head_has_an_address_of_its_own_that_its_name_or_a_named_interface_has(monkeypatch):
-    assert network._is_own("127.0.0.1")
-    assert not network._is_own("203.0.113.7")
-    monkeypatch.setattr(network, "_is_own", lambda address: address == "10.1.0.1")
+    assert network.can_bind(0, "127.0.0.1")
+    assert not network.can_bind(0, "203.0.113.7")
+    assert not network.can_bind(70000)
+    monkeypatch.setattr(network, "can_bind", lambda _, address: address == "10.1.0.1")
     found = ["127.0.1.1", "203.0.113.7", "10.1.0.1"]
     monkeypatch.setattr(network.socket, "gethostbyname_ex", lambda _: ("n1", [], found))
     monkeypatch.setattr(network, "_ELSEWHERE", "127.0.0.1")
@@ -68,8 +68,8 @@ def test_the_head_has_an_address_of_its_own_that_its_name_or_a_named_interface_h
     found.pop()
     assert head_address("n1", "") == "127.0.0.1", "the way to others"
     assert head_address("n1", "lo") == "127.0.0.1"
-    with pytest.raises(CannotContinue, match=r"node n1 has no IPv4 address .*interface 'ib0'"):
+    with pytest.raises(CannotContinue, match=r"node n1 has no IPv4 address .*by its ib0"):
         head_address("n1", "ib0")
     monkeypatch.setattr(network, "_ELSEWHERE", "::1")
-    with pytest.raises(CannotContinue, match="to which its name leads, or by which it reaches"):
+    with pytest.raises(CannotContinue, match="by its name or on the way to other networks"):
         head_address("n1", "")

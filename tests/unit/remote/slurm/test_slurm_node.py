@@ -25,6 +25,7 @@ class _Child:
     def __init__(self, argv: list[str], *_: Any) -> None:
         self.argv = argv
         self.code: int | None = None
+        self.ended_at = 0.0
 
     @property
     def ending(self) -> str:
@@ -57,10 +58,12 @@ def begin(tmp_path, monkeypatch) -> Callable[..., Any]:
 
     def begin(kind: Any, rank: int, **variables: str) -> Any:
         slurm = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURMD_NODENAME": "n"}
+        slurm["NEMO_RUN_RAY_HOSTS"] = "n n2"
         variables |= {"NEMO_RUN_RAY_RUN": str(tmp_path), "RAY_TEMP_DIR": str(tmp_path / "tmp/r")}
         read = settings.Settings({**slurm, **variables})
         folder = RunFolder(str(tmp_path), rank)
-        folder.prepare()
+        for name in ("nodes", "beats"):
+            (tmp_path / name).mkdir(exist_ok=True)
         program = kind(read, folder, "tag", {})
         program.publish()
         return program
@@ -76,7 +79,7 @@ def _fail(program: Any) -> None:
 
 
 def _joins(program: Any, head: HeadAddress) -> None:
-    RunFolder(program.folder.path, 0).publish_report(NodeReport("n1", ray=head))
+    program.folder.write("nodes/0.json", NodeReport("n1", ray=head))
     for _ in range(3):
         assert program.step() is None
 
@@ -88,11 +91,11 @@ def test_workers_learn_of_a_head_that_is_registered(begin):
     assert head.report.ray == (), "its GCS listens, and that is all"
     head.alive = {"127.0.0.1"}
     assert head.step() is None
-    first = HeadAddress(*head.folder.report_of(0).ray)
+    first = HeadAddress(*head.folder.read("nodes/0.json", NodeReport).ray)
     _fail(head)
     head.alive = {"127.0.0.1"}
     assert head.step() is None
-    again = HeadAddress(*head.folder.report_of(0).ray)
+    again = HeadAddress(*head.folder.read("nodes/0.json", NodeReport).ray)
     assert again == first._replace(start=2), "the ports are the same"
 
 
