@@ -24,11 +24,9 @@ import hashlib
 import json
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar
@@ -66,8 +65,9 @@ from nemo_run_ray.remote.files import (
     write_file,
 )
 from nemo_run_ray.remote.local_watch import is_running, process_identity
-from nemo_run_ray.remote.node.output import copy_end
+from nemo_run_ray.remote.node.output import copy_end, log_end
 from nemo_run_ray.remote.node.supervise import descendants, kill, marked
+from nemo_run_ray.remote.slurm.network import can_bind
 from nemo_run_ray.remote.spec import Json, job_rows, rows_in
 from nemo_run_ray.remote.status import is_active
 
@@ -75,25 +75,15 @@ from nemo_run_ray.remote.status import is_active
 RAY_FOLDER = "r"
 #: File in the folder of a cluster that this package has made: no other one is removed.
 MARKER = ".nemo_run_ray"
-#: Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder, which
-#: has 14 in that of temporary files.
-_TEMP_MAX_BYTES = 107 - 75 - 14
-#: Ray's variable for how often it builds a runtime environment. Each time starts from nothing and
-#: takes 20 s for ``pip``, which itself repeats what the network drops; Ray's default is three.
-_TRIES = "RUNTIME_ENV_RETRY_TIMES"
 #: Variables of a cluster in which this program may run itself.
 _OF_ANOTHER = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"}
 _OF_ANOTHER |= {DASHBOARD, LIFE, RUN, ENDS_AT, LASTS_S, RENEWS}
-_START_LIMIT_S, _LOCK_LIMIT_S = 120.0, 180.0
+_START_LIMIT_S = 120.0
 #: A raylet gives its agents 15 s to start, whatever its options are (Ray 2.60), and on a busy
 #: machine they may need longer: a start that fails after more seconds than these is tried again.
 _SLOW_S, _STARTS = 10.0, 3
-#: Seconds for an answer of the dashboard.
-_ANSWER_S = 5.0
-#: Archives that are kept, and bytes of each log: its end.
-_ARCHIVES, _LOG_BYTES = 20, 64 * 1024**2
-#: Lines in which `ray start` says how to use what it has started.
-_CHATTER = re.compile(r"\s(INFO|SUCC) \w+\.py:\d+ -- ")
+#: Bytes of each log that are kept in the archive: its end.
+_LOG_BYTES = 64 * 1024**2
 _WATCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from remote.local_watch import main; main(*sys.argv[2:4], float(sys.argv[4]))"
@@ -112,7 +102,7 @@ class LocalState:
     """The text of ``state.json``, which names ``ray start`` by its pid and identity."""
 
     pid: int
-    born: str
+    born: str | None
     url: str
     root: str
     gcs: str = ""
@@ -167,8 +157,8 @@ class LocalCluster(Cluster):
                 self._remove_dead()
                 kept = "" if self.keep else " `nemo-run-ray up` keeps it between runs."
                 CONSOLE.log(f"Starting an embedded Ray on this machine (about 10 s) …{kept}")
-                return self._dashboard(self._start())
-            if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
+                state = self._start()
+            elif (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
                 cpus, gpus = ("all" if size is None else size for size in state.size)
                 CONSOLE.log(
                     f"The embedded Ray is up already, with {cpus} CPUs and {gpus} GPUs of this "
@@ -200,10 +190,6 @@ class LocalCluster(Cluster):
         with self._locked():
             self._remove_dead()
 
-    def stop_unused(self) -> None:
-        """Stop it, unless somebody uses it, keeps it or runs a job on it."""
-        self._leave(os.getpid())
-
     @property
     def _path(self) -> Path:
         """The folder that all processes of the user meet in; Ray's run in another folder."""
@@ -234,14 +220,18 @@ class LocalCluster(Cluster):
         )
 
     def _start(self, tries: int = _STARTS) -> LocalState:
-        """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
+        """Start Ray and wait until a node has joined it. The lock is held."""
         began = monotonic()
         folder = tempfile.gettempdir()
-        if len(os.fsencode(folder)) > _TEMP_MAX_BYTES:
+        # Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder,
+        # which has 14 in that of temporary files.
+        if len(os.fsencode(folder)) > 107 - 75 - 14:
             folder = "/tmp"
         root = tempfile.mkdtemp(prefix="nray-", dir=folder)  # 0700, whatever Ray makes inside
         Path(root, MARKER).touch()
-        port, dashboard_port, client_port = _free_ports()[:3]
+        # Ray's workers have the ports from 10002 to 19999, the kernel those from 32768 on.
+        ports = filter(can_bind, random.sample(range(20000, 32768), 100))
+        port, dashboard_port, client_port = islice(ports, 3)
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             *(f"--port={port}", f"--dashboard-port={dashboard_port}"),
@@ -250,11 +240,15 @@ class LocalCluster(Cluster):
             *("--include-dashboard=true", "--dashboard-host=127.0.0.1", "--disable-usage-stats"),
             f"--temp-dir={root}/{RAY_FOLDER}",
         ]
-        size = [self.num_cpus, self.num_gpus]
-        for name, number in zip(("cpus", "gpus"), size, strict=True):
-            command += [] if number is None else [f"--num-{name}={number}"]
+        sizes = {"cpus": self.num_cpus, "gpus": self.num_gpus}
+        command += [f"--num-{name}={size}" for name, size in sizes.items() if size is not None]
         state = LocalState(
-            0, "", f"http://127.0.0.1:{dashboard_port}", root, f"127.0.0.1:{port}", size
+            0,
+            "",
+            f"http://127.0.0.1:{dashboard_port}",
+            root,
+            f"127.0.0.1:{port}",
+            [*sizes.values()],
         )
         try:
             # This is written first: if this client dies here, the next one finds what to remove.
@@ -270,10 +264,9 @@ class LocalCluster(Cluster):
                     start_new_session=True,
                 )
             process.returncode = 0  # `stop` collects it
-            state.pid, state.born = process.pid, process_identity(process.pid) or ""
+            state.pid, state.born = process.pid, process_identity(process.pid)
             self._write(state)
             self._await_node(state)
-            self._join(state)
             # This ends the Ray when it is idle, and ends with it, by its environment.
             _detached(
                 'exec "$@"',
@@ -302,14 +295,14 @@ class LocalCluster(Cluster):
             if monotonic() >= deadline:
                 raise ClusterError(
                     f"No node joined the embedded Ray at {state.url} within {_START_LIMIT_S:.0f} "
-                    f"s. {_end_of_log(self._log)}"
+                    f"s{log_end(f'{self._log}')}"
                 )
             time.sleep(0.1)
         code = os.waitstatus_to_exitcode(os.waitpid(state.pid, 0)[1])
         raise ClusterError(
             f"The embedded Ray did not start: `ray start` ended with exit code {code}. Correct "
-            "what its log names, or give RayExecutor the address of a cluster. "
-            f"{_end_of_log(self._log)}"
+            "what its log names, or give RayExecutor the address of a cluster"
+            f"{log_end(f'{self._log}')}"
         )
 
     @contextmanager
@@ -338,14 +331,11 @@ class LocalCluster(Cluster):
             try:
                 lock.acquire(timeout=1.0)
             except Timeout:
-                CONSOLE.log("Another process is starting or stopping the embedded Ray; waiting …")
-                try:
-                    lock.acquire(timeout=_LOCK_LIMIT_S)
-                except Timeout as error:
-                    raise ClusterError(
-                        "Another process has been starting or stopping the embedded Ray for "
-                        f"{_LOCK_LIMIT_S:.0f} s (lock {lock.lock_file}); end it or wait for it."
-                    ) from error
+                CONSOLE.log(
+                    "Another process is starting or stopping the embedded Ray (it holds "
+                    f"{lock.lock_file}); waiting …"
+                )
+                lock.acquire()
         try:
             yield
         finally:
@@ -354,7 +344,7 @@ class LocalCluster(Cluster):
     def _read(self) -> LocalState | None:
         """The state of a cluster that lives, else ``None``."""
         state = self._read_any()
-        return state if state is not None and state.is_alive else None
+        return state if state and state.is_alive else None
 
     def _remove_dead(self) -> None:
         """Stop the cluster, or remove what one has left that died. The lock is held."""
@@ -363,12 +353,9 @@ class LocalCluster(Cluster):
             self._stop(state)
 
     def _read_any(self) -> LocalState | None:
-        # Without a file, or with another program's, no process has joined one.
+        # Without a file, or with another version's, no process has joined one.
         with self._usable(), suppress(FileNotFoundError, ValueError, TypeError):
-            given = dict(json.loads((self._path / "state.json").read_text(encoding="utf-8")))
-            # Another version of this package may have written it.
-            known = LocalState.__dataclass_fields__
-            return LocalState(**{name: value for name, value in given.items() if name in known})
+            return LocalState(**json.loads((self._path / "state.json").read_text(encoding="utf-8")))
         return None
 
     def _write(self, state: LocalState) -> None:
@@ -376,7 +363,7 @@ class LocalCluster(Cluster):
             write_file(self._path / "state.json", json.dumps(vars(state)))
 
     def _client(self, state: LocalState) -> DashboardClient:
-        return DashboardClient(state.url, self._token.read_text, _ANSWER_S)
+        return DashboardClient(state.url, self._token.read_text, timeout_s=5.0)
 
     def _environment(self, root: str) -> dict[str, str]:
         """The environment of the embedded Ray; writes a new token."""
@@ -385,7 +372,9 @@ class LocalCluster(Cluster):
         with open(open_own(str(self._token), flags), "w") as file:
             file.write(secrets.token_hex(32))
         return {
-            _TRIES: "1",
+            # How often Ray builds a runtime environment. Each time starts anew and takes 20 s
+            # for ``pip``, which itself repeats what the network drops; Ray's default is three.
+            "RUNTIME_ENV_RETRY_TIMES": "1",
             **{name: value for name, value in os.environ.items() if name not in _OF_ANOTHER},
             **self._credentials,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -420,9 +409,9 @@ class LocalCluster(Cluster):
 
     def _join(self, state: LocalState) -> None:
         """Note that this process uses the cluster, until its end."""
-        me = [os.getpid(), process_identity(os.getpid()) or ""]
+        me = [os.getpid(), process_identity(os.getpid())]
         if me not in state.users:
-            atexit.register(self._leave, os.getpid())
+            atexit.register(self.stop_unused, os.getpid())
         state.users = [user for user in state.users if is_running(*user) and user != me] + [me]
         state.keep = state.keep or self.keep
         self._write(state)
@@ -473,13 +462,18 @@ class LocalCluster(Cluster):
             if jobs is not None:
                 write_file(folder / "jobs.json", json.dumps(jobs))
             write_file(folder / "reason", reason)
-        for path in sorted(archives.glob("*/reason"), key=os.path.getmtime)[:-_ARCHIVES]:
+        for path in sorted(archives.glob("*/reason"), key=os.path.getmtime)[:-20]:
             shutil.rmtree(path.parent, ignore_errors=True)
 
-    def _leave(self, pid: int) -> None:
-        """Stop it if nobody else uses it, keeps it or runs a job on it."""
-        if pid != os.getpid():
-            return  # a forked child runs these exit handlers too
+    def stop_unused(self, owner: int = 0) -> None:
+        """Stop it, unless somebody else uses it, keeps it or runs a job on it.
+
+        Args:
+            owner: the process whose exit handler this is; its forks have the same handlers.
+        """
+        pid = os.getpid()
+        if owner not in (0, pid):
+            return
         with self._locked():
             state = self._read()
             if state is None:
@@ -499,19 +493,6 @@ class LocalCluster(Cluster):
             self._write(state)
 
 
-def _free_ports() -> list[int]:
-    """Some free ports of those that the kernel gives to no connection until Ray takes them.
-
-    Ray's workers have the ports from 10002 to 19999.
-    """
-    ports: list[int] = []
-    for port in random.sample(range(20000, 32768), 100):
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            ports.append(port)
-    return ports
-
-
 def _detached(line: str, *words: str, env: dict[str, str] | None = None) -> None:
     """Start a line of the shell that continues without this process."""
     command = ["sh", "-c", f"{{ {line}; }} </dev/null >/dev/null 2>&1 &", "sh", *words]
@@ -525,15 +506,6 @@ def _logs_in(folder: Path) -> Callable[[str], Path | None]:
 def _died(state: LocalState, its_log: Path) -> str:
     """Say that it has died, as the end of a sentence."""
     return (
-        f"the embedded Ray at {state.url} has died: its process {state.pid} is gone. "
-        f"{_end_of_log(its_log)}"
+        f"the embedded Ray at {state.url} has died: its process {state.pid} is gone; "
+        f"the machine's out-of-memory killer may have ended it{log_end(f'{its_log}')}"
     )
-
-
-def _end_of_log(path: Path) -> str:
-    """The last lines that `ray start` printed, with the path of the file."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = [line[:300] for line in text.splitlines() if line.strip()]
-    shown = [line for line in lines if not _CHATTER.search(line)][-6:]
-    nothing = ["(nothing: the machine's out-of-memory killer may have ended it)"]
-    return "\n  ".join([f"Its log {path} ends with:", *(shown or nothing)])

@@ -56,13 +56,6 @@ def test_a_pid_that_somebody_else_has_now(home):
     assert home._read() is None
 
 
-def test_another_version_finds_it_by_its_state(home):
-    home._write(_me())
-    path = home._path / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "detached": True}))
-    assert home._read() == _me()
-
-
 def test_the_token_is_private_and_new_each_time(home):
     before = os.umask(0)
     try:
@@ -135,12 +128,6 @@ def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child, is_made_by
 def test_a_log_of_another_user_is_named_with_its_folder(home):
     home._log.mkdir()  # cannot be written to either
     with pytest.raises(ConfigError, match="cannot use its folder"):
-        home.connect()
-
-
-def test_who_holds_the_lock_for_too_long_is_named(home, monkeypatch):
-    monkeypatch.setattr(local, "_LOCK_LIMIT_S", 0.1)
-    with home._locked(), pytest.raises(ClusterError, match=r"(?s)for 0 s \(lock .*lock\); end it"):
         home.connect()
 
 
@@ -265,7 +252,7 @@ def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path, monkeypatch)
     assert (lines[0].startswith(CUT), lines[-1]) == (True, "line 99"), "of a long log the end"
     assert archive.log("x_1.job").stat().st_mtime == 1000, "as old as its last line"
     assert archive.log("x_1.other") is None
-    assert archive.reason.splitlines()[-1].strip() == "gcs_server [exit code=-9]"
+    assert archive.reason.splitlines()[-1] == "    | gcs_server [exit code=-9]"
     assert str(home._path / "archive" / SESSION / "logs" / "ray.log") in archive.reason
     assert home.archive("session_of_another") is None
     assert home.archive("") is None
