@@ -17,16 +17,11 @@ import fabric
 
 from nemo_run_ray.errors import ClusterError, Unanswered
 
-#: Seconds for a new TCP connection, until nobody can be asked any more, and between signs of life.
-_CONNECT_S, _OPEN_S, _KEEPALIVE_S = 20, 60, 10
 #: Exit code of ``ssh`` itself.
 FAILED = 255
 #: Parts of its messages about failures that another try would not change.
 _CONFIGURATION = ("Bad configuration option", "Bad owner or permissions", "terminating,")
 _LOGIN = ("Permission denied (", "authentication failures")
-_HOST_KEY = "Host key verification failed"
-#: Ctrl-C ends neither the connection nor the one to a jump host.
-_WITHOUT_CTRL_C = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 #: Whatever the user's configuration says, a command has no terminal, and nothing beside it.
 _PLAIN = ("-T", "-oRemoteCommand=none", "-oClearAllForwardings=yes")
 #: A command makes no connection of its own.
@@ -76,10 +71,11 @@ class SSHConnection:
         self._socket, self._owner = os.path.join(folder, "socket"), os.getpid()
         terminal = os.isatty(0)
         options = ["-M", "-S", self._socket, "-oControlPersist=no", *_PLAIN]
-        options += [f"-oConnectTimeout={_CONNECT_S}", f"-oServerAliveInterval={_KEEPALIVE_S}"]
+        options += ["-oConnectTimeout=20", "-oServerAliveInterval=10"]
         options += [f"-oBatchMode={'no' if terminal else 'yes'}"]
-        words = [*_WITHOUT_CTRL_C, "ssh", *options, *self._host, "cat"]
-        end, shown = monotonic() + _OPEN_S, 0
+        # Ctrl-C ends neither the connection nor the one to a jump host.
+        words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", "ssh", *options, *self._host, "cat"]
+        end, shown = monotonic() + 60, 0
         with tempfile.TemporaryFile() as errors:
             process = self._process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
@@ -106,7 +102,7 @@ class SSHConnection:
         shell = shlex.join(["ssh", *self._host])
         if any(text in why for text in _CONFIGURATION):
             return ClusterError(f"ssh refuses its configuration: {why}. Correct it.")
-        if _HOST_KEY in why:
+        if "Host key verification failed" in why:
             return ClusterError(
                 f"The key of {self._name}, or of a jump host, is not trusted: {why}. Compare it "
                 f"with what the administrators say; `{shell}` in a shell adds an unknown one. Only "

@@ -13,25 +13,16 @@ from urllib.parse import urlsplit
 
 from nemo_run_ray.clusters.base import TOKEN_PLACES, Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.fields import CONTROL, is_credential_name, strict_init
+from nemo_run_ray.fields import is_credential_name, strict_init
 from nemo_run_ray.remote.spec import Json
 
 #: Ray's default port of the dashboard.
 DASHBOARD_PORT = 8265
-#: Ends of the addresses of the GCS and of Ray's client server.
-_PORTS_OF_RAY = (":6379", ":10001")
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d+")
-#: Name and value of a header that can be sent.
-_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
-_HEADER_VALUE = re.compile(r"[\t -~]*")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-#: Values of headers that begin so are credentials, whatever the header's name.
-_SCHEMES = ("bearer ", "basic ")
 #: Tokens given in code, by fingerprint: NeMo-Run saves executors, and a token must not be in a
 #: file.
 _TOKENS: dict[str, str] = {}
-#: The addresses that were warned of.
-_warned: set[str] = set()
 
 
 @strict_init
@@ -71,7 +62,8 @@ class ExistingCluster(Cluster):
             raise ConfigError("ExistingCluster.headers is no dict of texts by text.")
         for name, value in self.headers.items():
             _check_header(name, value)
-            is_secret = is_credential_name(name) or value.lower().startswith(_SCHEMES)
+            is_scheme = value.lower().startswith(("bearer ", "basic "))
+            is_secret = is_credential_name(name) or is_scheme
             if is_secret and not _VARIABLE.search(value):
                 raise ConfigError(
                     f"ExistingCluster.headers[{name!r}] is given in clear, and headers are saved "
@@ -94,11 +86,9 @@ class ExistingCluster(Cluster):
         return self.url
 
     def connect(self) -> Dashboard:
-        headers: dict[str, str] = {}
         token_at = TOKEN_PLACES if self.token is None else "the token= of your program"
         token = self._token()
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         for name, value in self.headers.items():
             variables = _VARIABLE.findall(value)
             for variable in variables:
@@ -115,10 +105,10 @@ class ExistingCluster(Cluster):
         dashboard = Dashboard(self.url, headers, self.verify, token_at=token_at)
         sent = [name for name in headers if is_credential_name(name)]
         if sent and self.url.startswith("http://") and not dashboard.is_loopback:
-            _warn_once(
-                self.url,
+            warnings.warn(
                 f"{', '.join(sent)} goes to {self.url} without encryption, and whoever is on the "
                 "way can read it. Use https, or an SSH forward and http://127.0.0.1:<port>.",
+                stacklevel=1,
             )
         return dashboard
 
@@ -128,7 +118,7 @@ class ExistingCluster(Cluster):
     def record(self) -> Json:
         return {"kind": self.kind, **vars(self)}
 
-    def _token(self) -> str | None:
+    def _token(self) -> str:
         """Ray's token for this cluster; without one of its own, from where Ray looks for one."""
         if self.token in _TOKENS:
             return _TOKENS[self.token]
@@ -143,10 +133,10 @@ class ExistingCluster(Cluster):
                 "file or the variable RAY_AUTH_TOKEN_PATH."
             ) from error
         if not token:
-            return None
+            return ""
         token = _checked(token, f"Ray's token of this user ({TOKEN_PLACES})")
         # That of another cluster is not for this one.
-        return token if self.token in (None, _fingerprint(token)) else None
+        return token if self.token in (None, _fingerprint(token)) else ""
 
 
 def _fingerprint(token: str) -> str:
@@ -164,7 +154,8 @@ def _checked(token: object, what: str) -> str:
 
 
 def _check_header(name: str, value: str) -> None:
-    if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+    is_name = re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII)
+    if not is_name or not re.fullmatch(r"[\t -~]*", value):
         raise ConfigError(
             f"ExistingCluster.headers[{name!r}] holds a character that HTTP does not allow in its "
             "name or value (the value is not shown here); expected ASCII without line ends."
@@ -183,7 +174,8 @@ def _dashboard_url(url: str) -> str:
                 return _dashboard_url(f"ray://{address}" if is_of_gcs else address)
         return f"http://127.0.0.1:{DASHBOARD_PORT}"
     if _HOST_AND_PORT.fullmatch(text):
-        text = f"{'ray' if text.endswith(_PORTS_OF_RAY) else 'http'}://{text}"
+        # The ports of the GCS and of Ray's client server.
+        text = f"{'ray' if text.endswith((':6379', ':10001')) else 'http'}://{text}"
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -196,25 +188,18 @@ def _dashboard_url(url: str) -> str:
             "${MY_BASIC_AUTH}'}) and set that variable."
         )
     if parts.scheme == "ray" and parts.hostname:
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        found = f"http://{host}:{DASHBOARD_PORT}"
-        _warn_once(
-            url,
+        found = f"http://{parts.netloc.removesuffix(f':{port}')}:{DASHBOARD_PORT}"
+        warnings.warn(
             f"{url} is an address of another part of Ray. Jobs are sent to the dashboard, which is "
             f"expected at {found}. Give the dashboard's address to silence this.",
+            stacklevel=1,
         )
         return found
-    # urlsplit has left some of these out.
-    blank = re.search(r"\s", parts.netloc + parts.path) or CONTROL.search(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or blank:
+    # urlsplit leaves some characters out.
+    is_clean = text.isprintable() and " " not in text
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not is_clean:
         hint = (
             f" Did you mean http://{text}:{DASHBOARD_PORT}?" if text and "://" not in text else ""
         )
         raise ConfigError(f"The cluster's address is {url!r}; {allowed}.{hint}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-
-
-def _warn_once(url: str, text: str) -> None:
-    if url not in _warned:
-        _warned.add(url)
-        warnings.warn(text, UserWarning, stacklevel=2)

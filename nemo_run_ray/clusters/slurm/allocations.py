@@ -38,8 +38,6 @@ RENEWAL_S = 600.0
 #: The same from the end of an allocation until its script has claimed the next one; clocks of hosts
 #: may differ by some minutes.
 _ASKING_S = 300.0
-#: Slurm's words for a job that has not started.
-_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
 #: Seconds for which an answer counts for what is there now.
 _TRUST_S = 2.0
 _MODULES = {module.__name__: inspect.getsource(module) for module in (files, on_login)}
@@ -73,7 +71,8 @@ class SlurmAllocation:
     @property
     def is_queued(self) -> bool:
         """Whether its job waits in Slurm's queue."""
-        return self.queued is not None and self.queued["state"] in _WAITING
+        waiting = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
+        return self.queued is not None and self.queued["state"] in waiting
 
     @property
     def is_lost(self) -> bool:
@@ -96,12 +95,6 @@ class SlurmAllocation:
             return True
         # By SIGTERM Slurm ends a start. What it says next tells whether it was the last one.
         return self.end.code == 143 and (self.queued is not None or not self.has_queue)
-
-    @property
-    def will_start(self) -> bool:
-        """Whether it may still come up; a script that claimed it may have died before."""
-        is_left = self.renewed and not self.job and self.jobless_s >= RENEWAL_S + _ASKING_S
-        return not (self.head or self.why_over or self.is_lost or is_left)
 
 
 @dataclass(frozen=True)
@@ -264,7 +257,7 @@ class Allocations:
         with suppress(NemoRunRayError, OSError):  # `logs` tries it again
             if not here.exists():
                 here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self.login.get(there, here)
+                files.write_file(here, self.login.run(f"cat {shlex.quote(there)}"))
             return here
         return None
 
@@ -278,14 +271,18 @@ def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool
 
     last, problem = history.runs[0], ""
     if newest is not None and newest.number in history.numbers:
-        job = f"Slurm job {newest.job}" if newest.job else "the next one"
+        job = f"Slurm job {newest.job}"
+        if newest.is_renewing or not newest.job:
+            job = "the next one, which is being asked for"
         ended = [run for run in history.runs if not run["folder"].endswith(newest.run or "/")]
-        if newest.is_renewing:
-            return f"{why(last)}, and the next one is being asked for", True
-        if history.kept and newest.may_start_again:
-            return f"{why(last)}, and chains continue in {job} if Slurm starts it again", True
-        if ended and newest.will_start:
-            return f"{why(ended[0])}, and chains continue in {job}, which is not up yet", True
+        # A script that claimed it may have died before it had a job.
+        is_left = newest.renewed and not newest.job and newest.jobless_s >= RENEWAL_S + _ASKING_S
+        if newest.is_renewing or (history.kept and newest.may_start_again):
+            ended = [last]
+        elif newest.head or newest.why_over or newest.is_lost or is_left:
+            ended = []
+        if ended:
+            return f"{why(ended[0])}, and chains continue in {job}, when Ray is up in it", True
         problem = newest.stop or newest.refused
     if not last["end"] or not last["end"].get("renews"):
         return why(last), False

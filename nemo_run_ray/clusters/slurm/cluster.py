@@ -31,8 +31,6 @@ from nemo_run_ray.fields import Allowed, Seconds, strict_init
 from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
 from nemo_run_ray.remote.spec import Json
 
-_JOB_DIR = re.compile(r"/[\w/.,:@+=-]*", re.ASCII)
-_SSH_FIELDS = ("host", "user", "port", "identity", "shell", "pre_command")
 #: This process among the users of clusters: a name that no other has.
 _USER = re.sub(
     "[^A-Za-z0-9.-]", "_", f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -45,13 +43,8 @@ _LOOK_S = 2.0
 #: Seconds after which a claimed allocation that Slurm does not know is passed over. Its client has
 #: died, or it waits for Slurm for longer than anybody waits for `sbatch`.
 _CLAIM_S = 45.0
-#: Seconds within which the host with Slurm must answer for the first time.
-_FIRST_ANSWER_S = 60.0
-#: Number of submissions to a controller of Slurm that gives no answer.
-_SUBMISSIONS = 4
 #: Errors of `sbatch` that do not say whether the controller has the job.
 _AWAY = ("Unable to contact", "timed out", "Connection refused", "Zero Bytes", "temporarily")
-_NO_REASON = ("", "None", "(null)")
 
 
 @strict_init
@@ -103,7 +96,7 @@ class SlurmCluster(Cluster):
                 f"{title} has sidecars with the names {names}; give each a name of its own: "
                 "messages and logs tell them apart by it."
             )
-        if not _JOB_DIR.fullmatch(executor.tunnel.job_dir or ""):
+        if not re.fullmatch(r"/[\w/.,:@+=-]*", executor.tunnel.job_dir or "", re.ASCII):
             raise ConfigError(
                 f"The tunnel of {title} has job_dir={executor.tunnel.job_dir!r}; expected is the "
                 "absolute path of a folder that all nodes share, of letters, digits and the "
@@ -167,9 +160,10 @@ class SlurmCluster(Cluster):
 
     def record(self) -> Json:
         tunnel = self.executor.tunnel
-        way = {name: getattr(tunnel, name) for name in _SSH_FIELDS if not self._login.is_here}
-        found = {"kind": self.kind, "name": self.name, "tunnel": {"job_dir": tunnel.job_dir, **way}}
-        return {**found, "renew": True} if self.renew else found
+        names = ("host", "user", "port", "identity", "shell", "pre_command")
+        way = {name: getattr(tunnel, name) for name in names if not self._login.is_here}
+        named = {"kind": self.kind, "name": self.name, "renew": self.renew}
+        return {**named, "tunnel": {"job_dir": tunnel.job_dir, **way}}
 
     @classmethod
     def of_record(cls, values: Json) -> SlurmCluster:
@@ -293,7 +287,7 @@ class BringUp:
                 if allocation is not None:
                     return allocation
             except Unanswered as error:
-                if not has_answered and monotonic() - self._began >= _FIRST_ANSWER_S:
+                if not has_answered and monotonic() - self._began >= 60.0:
                     raise ClusterError(
                         f"The cluster {self.cluster.name!r} cannot be looked for: {error}"
                     ) from error
@@ -311,27 +305,31 @@ class BringUp:
             CONSOLE.log(as_markup(text))
 
     def _step(self, newest: SlurmAllocation | None) -> SlurmAllocation | None:
-        if newest is None or self._passes_over(newest):
-            if newest is not None and newest.is_renewing:
-                self.say(f"The allocation of the cluster {self.cluster.name!r} is being renewed.")
+        name, number = self.cluster.name, 1
+        is_over = newest is None or self._passes_over(newest)
+        if newest is not None:
+            number = newest.number + is_over
+            if is_over and newest.is_renewing:
+                self.say(f"The allocation of the cluster {name!r} is being renewed.")
                 return None
-            number = 1 if newest is None else newest.number + 1
+        if newest is None or is_over or (newest.claimed == self.user and not newest.is_sent):
             # One that cannot be made claims nothing.
             script = self.cluster._script(self.allocations.path(number))
-            if self.allocations.ask("claim", number=number, user=self.user):
+            if not is_over or self.allocations.ask("claim", number=number, user=self.user):
                 self._joined = number
-                self._submit(number, script)
-        elif self._joined != newest.number:
-            self.allocations.ask("join", number=newest.number, user=self.user)
-            self._joined = newest.number
+                if not interrupted.is_set():
+                    self._submissions += 1
+                    self.say(f"Submitting a job to Slurm for the cluster {name!r} …")
+                    self.allocations.ask("submit", number=number, script=script)
+        elif self._joined != number:
+            self.allocations.ask("join", number=number, user=self.user)
+            self._joined = number
             return self._step(self.allocations.look())  # it may have ended meanwhile
-        elif newest.claimed == self.user and not newest.is_sent:
-            self._submit(newest.number, self.cluster._script(self.allocations.path(newest.number)))
         elif newest.end or not newest.head or not newest.token or newest.is_queued:
             self._wait(newest)
         else:
             if self.cluster.keep:
-                self.allocations.ask("note", number=newest.number, name="keep")
+                self.allocations.ask("note", number=number, name="keep")
             return newest
         return None
 
@@ -359,7 +357,7 @@ class BringUp:
             and newest.number == self._joined
             and newest.head is None
             and (newest.job or newest.refused)
-            and not (is_away and self._submissions < _SUBMISSIONS)
+            and not (is_away and self._submissions < 4)
         ):
             name, why = self.cluster.name, why.rstrip(".")
             if newest.refused:
@@ -377,31 +375,24 @@ class BringUp:
             )
         return bool(why)
 
-    def _submit(self, number: int, script: str) -> None:
-        """Submit the job of an allocation that this client has claimed."""
-        if not interrupted.is_set():
-            self._submissions += 1
-            self.say(f"Submitting a job to Slurm for the cluster {self.cluster.name!r} …")
-            self.allocations.ask("submit", number=number, script=script)
-
     def _wait(self, newest: SlurmAllocation) -> None:
         """Say what is waited for, and give up when it takes too long."""
-        has_begun = bool(newest.run) and newest.end is None
-        job = None if has_begun and newest.head is None else newest.queued
-        if job is not None and newest.is_queued:
-            has_begun = False
-            reason = "" if job["reason"] in _NO_REASON else f": {job['reason']}"
-            what = f"waits in the queue{reason}"
-            if job["start"] != "N/A":
-                what += f"; Slurm expects it to start at {job['start']}"
-        elif newest.end is not None:
-            what = "is to start again"
-        else:
-            what = "starts Ray on its nodes" if has_begun or job is not None else "is submitted"
+        what = "starts Ray on its nodes"
+        # Slurm may have said that it waits before Ray began.
+        waits = newest.is_queued and bool(newest.head or newest.end or not newest.run)
+        if waits and newest.queued:
+            reason, start = newest.queued["reason"], newest.queued["start"]
+            what = "waits in the queue"
+            if reason not in ("", "None", "(null)"):
+                what += f": {reason}"
+            if start != "N/A":
+                what += f"; Slurm expects it to start at {start}"
+        elif newest.end or not (newest.run or newest.queued):
+            what, waits = "is submitted", True
         where = f"of the cluster {self.cluster.name!r}"
         self.say(f"Slurm job {newest.job or '…'} {where} {what}.")
         limit_s = self.cluster.queue_timeout_s
-        if limit_s is not None and not has_begun and monotonic() - self._began >= limit_s:
+        if limit_s is not None and waits and monotonic() - self._began >= limit_s:
             raise ClusterError(
                 f"Slurm job {newest.job} {where} has not started within "
                 f"queue_timeout_s={limit_s:g}: it {what}."

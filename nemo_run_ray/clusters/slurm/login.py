@@ -11,14 +11,12 @@ import socketserver
 import subprocess
 import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from nemo_run.core.tunnel.client import LocalTunnel
 
 from nemo_run_ray import ssh
 from nemo_run_ray.errors import ClusterError, Unanswered
-from nemo_run_ray.remote.files import replacing
 
 #: Seconds for one command, and the speed with which a file is sent at least.
 _COMMAND_S, _BYTES_PER_S = 90, 2**17
@@ -46,28 +44,13 @@ class Login:
         self._turn = threading.Lock()
         self._forwards: dict[tuple[str, int], int] = {}  # ports of this process
 
-    def run(self, script: str) -> str:
+    def run(self, script: str) -> bytes:
         """Run a script for ``sh`` and return its output.
 
         Raises:
             Unanswered: the connection has broken off; the script may have run.
             ClusterError: it has failed, or nobody may log in.
         """
-        return self._output(script).decode(errors="replace")
-
-    def put(self, data: bytes, path: str) -> None:
-        """Write a file there, whole or not at all; raises as ``run`` does."""
-        new, path = (shlex.quote(name) for name in (f"{path}.{secrets.token_hex(4)}", path))
-        encoded = base64.encodebytes(data).decode()
-        self.run(f"base64 -d > {new} <<'END' && mv {new} {path} || exit 1\n{encoded}END\n:")
-
-    def get(self, path: str, here: Path) -> None:
-        """Fetch a file from there, whole or not at all; raises as ``run`` does."""
-        data = self._output(f"cat {shlex.quote(path)}")
-        with replacing(here) as file:
-            file.write(data)
-
-    def _output(self, script: str) -> bytes:
         # The shell reads all of it before it begins, and no command in it reads the rest.
         text = f"{{ printf '%s\\n' {_MARK}\n{script}\n}} < /dev/null\n".encode()
         words, pipe = ["sh"], subprocess.PIPE
@@ -101,6 +84,12 @@ class Login:
                 f"A command on {self.name} has failed: {reason or f'exit code {code}'}"
             )
         return output
+
+    def put(self, data: bytes, path: str) -> None:
+        """Write a file there, whole or not at all; raises as ``run`` does."""
+        new, path = (shlex.quote(name) for name in (f"{path}.{secrets.token_hex(4)}", path))
+        encoded = base64.encodebytes(data).decode()
+        self.run(f"base64 -d > {new} <<'END' && mv {new} {path} || exit 1\n{encoded}END\n:")
 
     def forward(self, host: str, port: int) -> str:
         """The address of this machine that leads to a port behind the login."""

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
-import re
 import shutil
 import subprocess
 import sys
@@ -36,27 +34,18 @@ from nemo_run_ray.remote.files import why_untrusted, write_file
 ANSWER_S = 15.0
 #: The reason when the last user of an allocation did not wait until it was ready.
 LEFT_EARLY = "its last user left before it was ready"
-_UNHEARD = (
-    "Slurm gives no answer. A job that waits in its queue stays there, and ends when it starts. "
-    "Stop the cluster once more when Slurm answers, to take it out of the queue."
-)
-#: Seconds for ``sbatch``, less than a client waits for a command.
-_SUBMIT_S = 80.0
 #: Names and formats of the columns that Slurm gives for each job of this user.
 _COLUMNS = {"number": "%A", "state": "%T", "reason": "%r", "start": "%S", "folder": "%Z"}
 #: Exit code of a command that took too long, as ``timeout`` has it.
 _TIMED_OUT = 124
 Row = dict[str, Any]
-#: Name of the folder of a run: Slurm's number of the job, and how often it was restarted.
-_RUN = re.compile(r"\d+\.\d+")
 
 
 class ClusterFolder:
     """The folder of a cluster; each public method answers one request of a client."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._lives = self._folder / "lives"
+        self._folder, self._lives = folder, Path(folder, "lives")
 
     # ------------------------------------------------------------------ looking
 
@@ -74,18 +63,18 @@ class ClusterFolder:
         words = ("claimed", "job", "refused", "stop")
         found: Row = {
             "number": number,
-            "is_sent": (path / "sbatch").is_dir(),
-            "renewed": (path / "renewed").exists(),
+            "is_sent": os.path.exists(f"{path}/sbatch"),
+            "renewed": os.path.exists(f"{path}/renewed"),
             "jobless_s": time.time() - _changed_at(path),
-            **{name: " ".join(_read(path / name).split()) for name in words},
+            **{name: " ".join(_read(f"{path}/{name}").split()) for name in words},
         }
-        changed_at, run = _changed_at(path / "job"), _newest_run(path)
+        changed_at, run = _changed_at(f"{path}/job"), _newest_run(path)
         if run is not None:
             os.listdir(run)
-            end_at = _changed_at(run / "end.json")
-            changed_at = max(changed_at, end_at, _changed_at(run / "ready.json"))
-            found["run"], found["token"] = f"run/{run.name}", _read(run / "token").strip()
-            found["head"], found["end"] = _json(run / "ready.json"), _json(run / "end.json")
+            end_at = _changed_at(f"{run}/end.json")
+            changed_at = max(changed_at, end_at, _changed_at(f"{run}/ready.json"))
+            found["run"], found["token"] = f"run/{run.name}", _read(f"{run}/token").strip()
+            found["head"], found["end"] = _json(f"{run}/ready.json"), _json(f"{run}/end.json")
             found["ended_s"] = time.time() - end_at if end_at else 0.0
         queue = self._queue(pause_s, changed_at)
         found["has_queue"] = queue is not None
@@ -100,7 +89,7 @@ class ClusterFolder:
         All clients of the cluster ask once in a while, and after a change of the folder: what Slurm
         said before it proves nothing.
         """
-        path = self._folder / "queue.json"
+        path = f"{self._folder}/queue.json"
         kept = _json(path)
         if kept and kept.get("of") == changed_at and 0 <= time.time() - kept["at"] < pause_s:
             return kept["rows"]
@@ -122,24 +111,24 @@ class ClusterFolder:
             if path is None:
                 return None
             number = int(path.parts[-4])
-            while (self._lives / str(number + 1) / "renewed").exists():
+            while os.path.exists(f"{self._lives}/{number + 1}/renewed"):
                 number += 1
         numbers = [number]
-        while (self._lives / str(numbers[-1]) / "renewed").exists():
+        while os.path.exists(f"{self._lives}/{numbers[-1]}/renewed"):
             numbers.append(numbers[-1] - 1)
         runs = [
             {
                 "folder": str(run),
-                "session": _read(run / "session").strip(),
-                "end": _json(run / "end.json"),
-                "table": _read(run / "jobs.json"),
-                "written_at": _changed_at(run / "jobs.json"),
+                "session": _read(f"{run}/session").strip(),
+                "end": _json(f"{run}/end.json"),
+                "table": _read(f"{run}/jobs.json"),
+                "written_at": _changed_at(f"{run}/jobs.json"),
                 "logs": [path.name for path in run.glob("job_logs/*")],
             }
             for number in numbers
             for run in reversed(_runs(self._lives / str(number)))
         ]
-        kept = " ".join(map(_read, self._folder.glob("dispatches/*/ids"))).split()
+        kept = " ".join(map(_read, Path(self._folder).glob("dispatches/*/ids"))).split()
         return {"numbers": numbers, "runs": runs, "kept": kept}
 
     def log_end(self, number: int, job: str) -> str:
@@ -156,13 +145,13 @@ class ClusterFolder:
         A folder takes its name when it is whole: an empty one would be replaced by a script that
         claims the allocation for its dispatches.
         """
-        new = self._lives / f".{user}-{os.urandom(4).hex()}"
+        new = f"{self._lives}/.{user}-{os.urandom(4).hex()}"
         for folder in ("logs", "users"):
-            os.makedirs(new / folder)
-        (new / "users" / user).touch()
-        write_file(new / "claimed", user)
+            os.makedirs(f"{new}/{folder}")
+        write_file(f"{new}/users/{user}", "")
+        write_file(f"{new}/claimed", user)
         with suppress(OSError):
-            os.rename(new, self._lives / str(number))
+            os.rename(new, f"{self._lives}/{number}")
             return True
         shutil.rmtree(new)
         return False
@@ -172,39 +161,38 @@ class ClusterFolder:
 
         No second job can come of one allocation. Slurm keeps the folder by its real path.
         """
-        path = Path(os.path.realpath(self._lives / str(number)))
-        write_file(path / "ray.sub", script)
+        path = os.path.realpath(f"{self._lives}/{number}")
+        write_file(f"{path}/ray.sub", script)
         try:
-            os.mkdir(path / "sbatch")
+            os.mkdir(f"{path}/sbatch")
         except FileExistsError:
             return
+        # In less time than a client waits for a command.
         code, text = _command(
-            "sbatch", "--parsable", f"--chdir={path}", script=script, limit_s=_SUBMIT_S
+            "sbatch", "--parsable", f"--chdir={path}", script=script, limit_s=80.0
         )
         if code:
-            write_file(path / "refused", text)
+            write_file(f"{path}/refused", text)
             return
         job = text.strip().split(";")[0]
-        write_file(path / "job", job)
-        if (path / "stop").exists():
+        write_file(f"{path}/job", job)
+        if os.path.exists(f"{path}/stop"):
             _command("scancel", job)
 
     def note(self, number: int, name: str, text: str = "") -> None:
         """Write a file of an allocation; ``keep`` lets it stay when nobody uses it."""
-        write_file(self._lives / str(number) / name, text)
+        write_file(f"{self._lives}/{number}/{name}", text)
 
     def join(self, number: int, user: str) -> None:
         """Note a program that uses an allocation, so that it does not end before the program."""
-        path = self._lives / str(number)
-        os.makedirs(path / "users", exist_ok=True)
-        (path / "users" / user).touch()
-        (path / "released").unlink(missing_ok=True)
+        self.note(number, f"users/{user}")
+        Path(f"{self._lives}/{number}/released").unlink(missing_ok=True)
 
     def keep_dispatch(self, dispatcher: str) -> bool:
         """Make the folder of a dispatch that continues; false if it is there and whole."""
-        path = self._folder / "dispatches" / dispatcher
+        path = f"{self._folder}/dispatches/{dispatcher}"
         os.makedirs(path, exist_ok=True)
-        return not (path / "ids").exists()
+        return not os.path.exists(f"{path}/ids")
 
     # ------------------------------------------------------------------ ending
 
@@ -218,12 +206,12 @@ class ClusterFolder:
         used = [path.parents[1] for path in self._lives.glob(f"*/users/{user}")]
         self.detach(user)
         for path in used:
-            if any((path / "users").iterdir()) or (path / "keep").exists():
+            if os.listdir(f"{path}/users") or os.path.exists(f"{path}/keep"):
                 continue
-            (path / "released").touch()
+            write_file(f"{path}/released", "")
             # One that Slurm starts again continues, with the jobs that were submitted to it.
             ready = path.glob(f"run/{_read(path / 'job').strip()}.*/ready.json")
-            if not (path / "renewed").exists() and not any(ready):
+            if not os.path.exists(f"{path}/renewed") and not any(ready):
                 with suppress(OSError):
                     self.cancel(int(path.name), LEFT_EARLY)
 
@@ -238,13 +226,13 @@ class ClusterFolder:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         path = self._lives / str(number)
-        was_stopped, run = (path / "stop").exists(), _newest_run(path)
-        has_ended = run is not None and (run / "end.json").exists()
+        was_stopped, run = os.path.exists(f"{path}/stop"), _newest_run(path)
+        has_ended = run is not None and os.path.exists(f"{run}/end.json")
         queue = _squeue() if has_ended else None
         if queue is not None and not _jobs_of(path, queue):
             return False  # nor is Slurm about to start it again
         with suppress(OSError):  # a full disk keeps no job alive
-            write_file(path / "stop", why)
+            write_file(f"{path}/stop", why)
         queue = _squeue()
         jobs = [row["number"] for row in _jobs_of(path, queue)]
         code, problem = _TIMED_OUT if queue is None else 0, ""
@@ -254,18 +242,23 @@ class ClusterFolder:
             return bool(jobs) or not was_stopped
         if code == _TIMED_OUT and run is not None and (was_stopped or not has_ended):
             return not has_ended  # its head ends it, or has done so
-        raise OSError(_UNHEARD if code == _TIMED_OUT else problem.strip())
+        if code == _TIMED_OUT:
+            raise OSError(
+                "Slurm gives no answer. A job that waits in its queue stays there, and ends when "
+                "it starts. Stop the cluster once more when Slurm answers, to take it out of the "
+                "queue."
+            )
+        raise OSError(problem.strip())
 
 
 def _runs(path: Path) -> list[Path]:
     """The folders of all runs of an allocation, the oldest first."""
-    runs = [run for run in path.glob("run/*") if _RUN.fullmatch(run.name)]
-    return sorted(runs, key=lambda run: int(run.suffix[1:]))
+    return sorted(path.glob("run/[0-9]*.[0-9]*"), key=lambda run: int(run.suffix[1:]))
 
 
 def _newest_run(path: Path) -> Path | None:
     """The folder of the newest run of an allocation's job; ``None`` before the first one."""
-    job = _read(path / "job").strip()
+    job = _read(f"{path}/job").strip()
     return next((run for run in reversed(_runs(path)) if run.stem == job), None)
 
 
@@ -275,7 +268,7 @@ def _jobs_of(path: Path, queue: Iterable[Row] | None) -> list[Row]:
     Hosts may have different real paths for one folder: with the number that the allocation knows
     the end of the path is enough. The number alone is not: Slurm may have given it again.
     """
-    real, job = os.path.realpath(path), _read(path / "job").strip()
+    real, job = os.path.realpath(path), _read(f"{path}/job").strip()
     end = "/".join(["", *real.split("/")[-3:]])
     return [
         row
@@ -286,8 +279,9 @@ def _jobs_of(path: Path, queue: Iterable[Row] | None) -> list[Row]:
 
 def _squeue() -> list[Row] | None:
     """This user's jobs in Slurm's queue; ``None`` when it gives no answer."""
-    user = pwd.getpwuid(os.getuid()).pw_name
-    code, text = _command("squeue", "-h", "-a", "-u", user, "-o", "|".join(_COLUMNS.values()))
+    code, text = _command(
+        "squeue", "-h", "-a", f"--user={os.getuid()}", "-o", "|".join(_COLUMNS.values())
+    )
     if code:
         return None
     lines = (line.split("|", len(_COLUMNS) - 1) for line in text.splitlines())
@@ -307,23 +301,23 @@ def _command(*argv: str, script: str = "", limit_s: float = ANSWER_S) -> tuple[i
     return done.returncode, output.decode(errors="replace")
 
 
-def _read(path: Path) -> str:
+def _read(path: Any) -> str:
     """The text of a file; empty without one."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        return path.read_text(encoding="utf-8", errors="replace")
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     return ""
 
 
-def _json(path: Path) -> Row | None:
+def _json(path: str) -> Row | None:
     """The object that another of our programs has written; ``None`` before it has."""
     text = _read(path)
     return dict(json.loads(text)) if text else None
 
 
-def _changed_at(path: Path) -> float:
+def _changed_at(path: Any) -> float:
     """When a file was written, by the clock of its file system; 0 without one."""
     with suppress(OSError):
-        return path.stat().st_mtime
+        return os.stat(path).st_mtime
     return 0.0
 
 

@@ -34,8 +34,6 @@ from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS, Si
 if TYPE_CHECKING:
     from nemo_run_ray.clusters.slurm.cluster import SlurmCluster
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
-
 
 @strict_init
 @dataclass
@@ -64,7 +62,7 @@ class Sidecar(ConfigurableMixin):
     env_vars: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not re.fullmatch("[A-Za-z0-9_-]{1,60}", self.name):
             raise ConfigError(
                 f"Sidecar.name is {self.name!r}; allowed are letters, digits, '_' and '-'."
             )
@@ -83,8 +81,6 @@ class Sidecar(ConfigurableMixin):
         return SidecarSpec(self.name, self.command, self.everywhere, probe, dict(self.env_vars))
 
 
-#: The modules of the program that starts Ray on a node, below ``remote``.
-_MODULES = ("*.py", "node/*.py", "slurm/*.py")
 _MAIN = """\
 import sys
 
@@ -104,7 +100,8 @@ def node_program() -> bytes:
     root, buffer = Path(remote.__file__).parent, io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         archive.writestr("__main__.py", _MAIN)
-        for path in sorted(path for pattern in _MODULES for path in root.glob(pattern)):
+        patterns = ("*.py", "node/*.py", "slurm/*.py")
+        for path in sorted(path for pattern in patterns for path in root.glob(pattern)):
             archive.write(path, f"nemo_run_ray_remote/{path.relative_to(root)}")
     return buffer.getvalue()
 
@@ -133,17 +130,16 @@ def job_script(cluster: SlurmCluster, life: str) -> str:
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
-    idle = cluster.idle_timeout_s
     variables = {
         LIFE: life,
-        IDLE_TIMEOUT: "" if idle is None else str(idle),
+        IDLE_TIMEOUT: str(cluster.idle_timeout_s or ""),
         RENEW: "1" if cluster.renew else "",
         SIDECARS: json.dumps([sidecar.spec() for sidecar in cluster.sidecars]),
     }
     # NeMo-Run's request fills in what is missing, and writes variables as they are.
     executor = copy.copy(cluster.executor)
     executor.nodes = cluster.nodes or executor.nodes
-    executor.time = executor.time if cluster.walltime is None else cluster.walltime
+    executor.time = cluster.walltime or executor.time
     executor.job_details = copy.deepcopy(executor.job_details)
     executor.job_details.folder = f"{life}/logs"
     quoted = {key: shlex.quote(value) for key, value in variables.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from os import environ
 
 from ..node.output import say
 from ..node.supervise import Runner, supervise
@@ -14,9 +15,8 @@ from .settings import CannotContinue, Settings
 
 def main() -> int:
     """Take part in the cluster until it is over; the exit code of this node's task."""
-    env = dict(os.environ)
     try:
-        settings = Settings(env)
+        settings = Settings(environ)
     except CannotContinue as error:
         say(str(error))
         return 2
@@ -25,10 +25,10 @@ def main() -> int:
 
     def take_part(runner: Runner) -> int:
         if settings.rank:
-            return Worker(settings, folder, tag, env).run(runner)
+            return Worker(settings, folder, tag, environ).run(runner)
         from .head import Head  # workers do without it: there are many of them
 
-        return Head(settings, folder, tag, env).run(runner)
+        return Head(settings, folder, tag, environ).run(runner)
 
     end = supervise(tag, take_part)
     if end.left_on is not None:

@@ -47,21 +47,13 @@ from ..status import (
 from .folder import CLUSTER_FAILED, READY, RunEnd
 from .settings import Settings
 
-#: Names in the folder of an allocation.
-USERS, RELEASED, KEEP, STOP = "users", "released", "keep", "stop"
 #: Seconds between two looks at Ray's job table.
 _LOOK_S = 5.0
 #: A renewed allocation ends by itself before its walltime, in time for jobs to end and for its
 #: script to submit the next one: by a tenth of the walltime, within these limits.
 _MARGIN_MIN_S, _MARGIN_MAX_S = 30.0, 120.0
-#: Longest time from the start of the node program to that of the first job.
-_FIRST_JOB_S = 30.0
-#: In the folder of a run after Slurm has sent the job's script the signal of ``--signal``.
-SIGNALLED = "signalled"
-#: Pause after a request that failed, and the tries after which a dispatch is given up.
-_PAUSE_S, _TRIES = 5.0, 60
-#: Limit of the upload of an archive, which may be large; the head shows no life meanwhile.
-_UPLOAD_S = 20.0
+#: Tries after which a dispatch is given up.
+_TRIES = 60
 
 
 class Allocation:
@@ -92,7 +84,8 @@ class Allocation:
             self._ends_at = settings.ends_at - margin_s
             self.ray_env = {
                 ENDS_AT: f"{self._ends_at:.0f}",
-                LASTS_S: f"{remaining_s - margin_s - _FIRST_JOB_S:.0f}",
+                # Ray needs up to 30 s until the first job starts.
+                LASTS_S: f"{remaining_s - margin_s - 30.0:.0f}",
                 RENEWS: str(int(settings.renew)),
             }
 
@@ -139,7 +132,7 @@ class Allocation:
             self._table = rows
         try:
             end = self.renewal(self._table, is_idle)
-            users = set(os.listdir(f"{self._folder}/{USERS}"))
+            users = set(os.listdir(f"{self._folder}/users"))
         except OSError:  # the folder cannot be read now
             return None
         if end is not None:
@@ -150,7 +143,7 @@ class Allocation:
             self._seen_users |= users
             return None
         limit_s = self._settings.idle_timeout_s
-        if not users and self._has(RELEASED) and not self._has(KEEP):
+        if not users and self._has("released") and not self._has("keep"):
             return RunEnd(0, "its last user has left, and no job runs")
         if limit_s is not None and now - self._idle_since >= limit_s:
             return RunEnd(0, f"no job has run for {limit_s:g} s")
@@ -184,12 +177,12 @@ class Allocation:
         """
         if not self._settings.renew or self._ends_at is None:
             return None
-        has_signal = os.path.exists(f"{self._settings.run}/{SIGNALLED}")
+        # The job's script has made it, at the signal of `--signal`.
+        has_signal = os.path.exists(f"{self._settings.run}/signalled")
         is_late = time.time() >= self._ends_at or has_signal
         table = _by_id(rows)
         names = set()  # dispatchers of dispatches that were started and are not decided
-        dispatches = self._attempts({**self._carried, **table})
-        for folder, attempts in dispatches.items():
+        for folder, attempts in self._attempts({**self._carried, **table}).items():
             if _is_decided(attempts):
                 _remove_archives(folder)
             elif attempts and os.path.exists(f"{folder}/{carried_over.START}"):
@@ -211,8 +204,8 @@ class Allocation:
         }
         has_gained = names - {first_id(name) for name in self._carried} or began & jobs
         if names and has_gained and (is_late or is_idle):
-            late, idle = "its walltime is over", "the remaining jobs need more time than it has"
-            return RunEnd(0, late if is_late else idle, True)
+            idle = "the remaining jobs need more time than it has"
+            return RunEnd(0, "its walltime is over" if is_late else idle, True)
         if has_signal:
             why = "Slurm has sent the job's script SIGUSR1 or SIGUSR2, as --signal asks"
             return RunEnd(CLUSTER_FAILED, why)
@@ -251,7 +244,8 @@ class Allocation:
         try:
             with open(f"{folder}/{carried_over.START}", encoding="utf-8") as file:
                 start = json.load(file)
-            uploads = DashboardClient(self.dashboard.url, self.dashboard.token, _UPLOAD_S)
+            # An archive may be large; the head shows no life meanwhile.
+            uploads = DashboardClient(self.dashboard.url, self.dashboard.token, timeout_s=20.0)
             for archive in start["archives"]:
                 with open(f"{folder}/{archive}", "rb") as file:
                     uploads.put_package(archive, file.read())
@@ -263,7 +257,7 @@ class Allocation:
             say(f"The chain {name} continues as {body['submission_id']}.")
         # A file may be torn.
         except (OSError, ValueError, KeyError, Unanswered, RequestRefused) as error:
-            self._pause_until = monotonic() + _PAUSE_S
+            self._pause_until = monotonic() + 5.0
             failures, state = failures + 1, ", and is given up"
             if failures < _TRIES:
                 self._waiting.append((folder, failures))

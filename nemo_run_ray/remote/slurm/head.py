@@ -14,19 +14,15 @@ from ..dashboard import DASHBOARD, DashboardClient, Unanswered
 from ..end_record import describe_exit
 from ..files import write_file
 from ..node.supervise import Child
-from .carry import STOP, Allocation
+from .carry import Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
 from .network import head_address
 from .node import TURN_S, NodeProgram, driver_environment
 
 #: NeMo-Run's file that ends the nodes.
 ENDED = "ENDED"
-#: Seconds between two lines that say what the head waits for.
-_SAY_S = 30.0
 #: Seconds between two requests for Ray's nodes, before the cluster is ready and after.
 _ASK_S, _ASK_READY_S = 0.5, 5.0
-#: Limit of a request, during which the head shows no life.
-_ANSWER_S = 5.0
 #: Requests in a row without a node, each ``_ASK_READY_S`` after the last one, that make it lost.
 LOST_AFTER = 4
 #: Nodes that a message lists at most.
@@ -96,7 +92,7 @@ class Head(NodeProgram):
             names = {name: str(port) for name, port in self._ports.items()}
             names["RAY_TEMP_DIR"] = self.settings.temp_dir
             self.folder.publish_ready(head, driver_environment(self.ray_env, head), names)
-        elif waiting and monotonic() - self._said_at >= _SAY_S:
+        elif waiting and monotonic() - self._said_at >= 30.0:
             self._said_at = monotonic()
             self.say(waiting)
         return None
@@ -106,7 +102,7 @@ class Head(NodeProgram):
         self._ports, self.alive = ports, set()
         self._head = HeadAddress(self.address, ports["PORT"], ports["DASHBOARD_PORT"], self.starts)
         self._allocation.dashboard = DashboardClient(
-            f"http://127.0.0.1:{ports['DASHBOARD_PORT']}", self._authorize, _ANSWER_S
+            f"http://127.0.0.1:{ports['DASHBOARD_PORT']}", self._authorize, timeout_s=5.0
         )
         self.ray_env[DASHBOARD] = self._head.dashboard
         # On all interfaces: NeMo-Run's port_forward ends at the head's localhost.
@@ -149,7 +145,7 @@ class Head(NodeProgram):
             return RunEnd(CLUSTER_FAILED, f"a user has written {ENDED} into {self.settings.logs}")
         # By a client, whom Slurm's controller may not have heard.
         folder = self.settings.allocation or self.settings.run
-        with suppress(OSError), open(f"{folder}/{STOP}", encoding="utf-8") as file:
+        with suppress(OSError), open(f"{folder}/stop", encoding="utf-8") as file:
             return RunEnd(143, file.read().strip())
         return None
 

@@ -21,7 +21,6 @@ _BLOCK = 1024
 _SERVICES = 32
 #: Ray's own numbers, which people and NeMo-Run's ``port_forward`` expect; used where they are free.
 _EXPECTED = {"PORT": 6379, "DASHBOARD_PORT": 8265, "RAY_CLIENT_SERVER_PORT": 10001}
-_SIOCGIFADDR = 0x8915
 #: An address that no host has.
 _ELSEWHERE = "192.0.2.1"
 
@@ -46,7 +45,8 @@ def head_address(host: str, interface: str) -> str:
             return way_to(_ELSEWHERE)
         request = struct.pack("256s", interface.encode()[:15])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+            return socket.inet_ntoa(answer[20:24])
     except OSError as error:
         raise CannotContinue(
             f"node {host} has no IPv4 address for the head, by its "

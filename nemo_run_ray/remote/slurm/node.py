@@ -37,11 +37,6 @@ LOOK_S = 1.0
 GRACE_S = 10.0
 #: Seconds from the end of a ``ray start`` to the next one.
 _RETRY_S = 5.0
-#: Seconds that the head waits at the end until the others have ended their processes. The job's
-#: script waits for the head 5 s longer.
-_LEAVE_S = 20.0
-#: Seconds for copying the logs of jobs, and the kept part of each.
-_KEEP_S, _LOG_BYTES = 12.0, 64 * 2**20
 #: Copies Ray's logs once, or what has changed in them, with pauses. A process of its own does it,
 #: so that a node still shows that it lives: the folder may be slow, and the logs large. The last
 #: copy is of all: one that broke off may have torn a file, which is newer than its log then.
@@ -145,19 +140,20 @@ class NodeProgram(ABC):
 
     def leave(self, end: RunEnd) -> int:
         """End all processes of this node, and report it; the exit code of its task."""
-        self.leaves_at = monotonic() + _LEAVE_S
+        # Until then the head waits for the others; the job's script waits for the head 5 s longer.
+        self.leaves_at = monotonic() + 20.0
         self.children.stop(GRACE_S)
         if self.settings.allocation:
             import glob  # no node needs it to start
 
             # The newest first, of long ones the end. Slurm ends this program soon.
-            deadline = monotonic() + _KEEP_S
+            deadline = monotonic() + 12.0
             paths = glob.glob(f"{self.settings.temp_dir}/session_2*/logs/job-driver-*.log")
             for path in sorted(paths, key=os.path.getmtime, reverse=True):
                 with suppress(OSError):
                     if monotonic() < deadline:
                         kept = f"{self.settings.run}/{JOB_LOGS}/{os.path.basename(path)}"
-                        copy_end(path, kept, _LOG_BYTES)
+                        copy_end(path, kept, 64 * 2**20)
         if self.settings.log_sync_s:
             copy, deadline = self._copy_logs(""), max(self.leaves_at, monotonic() + 1.0)
             while copy.code is None and monotonic() < deadline:

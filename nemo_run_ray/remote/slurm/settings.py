@@ -14,8 +14,6 @@ from ..spec import Env, ProbeSpec
 IDLE_TIMEOUT = "NEMO_RUN_RAY_IDLE_TIMEOUT"
 RENEW = "NEMO_RUN_RAY_RENEW"
 SIDECARS = "NEMO_RUN_RAY_SIDECARS"
-#: Variable of Slurm's names of all nodes, by rank, which the job's script sets.
-HOSTS = "NEMO_RUN_RAY_HOSTS"
 #: The sidecar whose readiness NeMo-RL's programs read from a folder.
 SANDBOX = "sandbox"
 #: Variables with which users set a port of Ray; the names are NeMo-Run's, and those of the options
@@ -75,7 +73,7 @@ class Settings:
         self.job = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_RESTART_COUNT') or '0'}"
         #: Slurm's names of this node, and of all nodes by rank.
         self.host = env.get("SLURMD_NODENAME", "")
-        self.hosts = env.get(HOSTS, "").split()
+        self.hosts = env.get("NEMO_RUN_RAY_HOSTS", "").split()
         #: The log of this node's Ray. Numbers are as wide as the largest, so that names sort.
         width = len(str(self.nodes - 1))
         self.node_log = self.log(f"worker-{self.rank:0{width}d}" if self.rank else "head")

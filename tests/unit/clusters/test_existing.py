@@ -53,14 +53,16 @@ def test_a_token_that_was_given_for_another_cluster_is_not_sent(monkeypatch):
     assert from_record(record).connect().headers == {"Authorization": "Bearer of-this-one"}
 
 
-def test_what_goes_to_another_host_in_clear_is_warned_of_once(monkeypatch):
-    monkeypatch.setattr("nemo_run_ray.clusters.existing._warned", set())
+def test_what_goes_to_another_host_in_clear_is_warned_of_once():
     for url in (SAFE, "http://127.0.0.1:8265", "http://localhost:1"):
         ExistingCluster(url, token="t").connect()
     ExistingCluster(URL, headers={"X-Team": "a"}).connect()
-    with pytest.warns(UserWarning, match="^Authorization goes to http://ray-head:8265 without"):
-        ExistingCluster(URL, token="t").connect()
-    ExistingCluster(URL, token="t").connect()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")  # as Python has it
+        for _ in range(2):
+            ExistingCluster(URL, token="t").connect()
+    (warning,) = shown
+    assert str(warning.message).startswith("Authorization goes to http://ray-head:8265 without")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def _tunnel(sshd: Sshd, **fields) -> run.SSHTunnel:
     return run.SSHTunnel(host="127.0.0.1", user="root", port=sshd.port, **given)
 
 
-def _run(sshd: Sshd) -> str:
+def _run(sshd: Sshd) -> bytes:
     """What a command on the server prints."""
     login = Login(_tunnel(sshd))
     try:
@@ -75,7 +75,7 @@ def _know(sshd: Sshd, name: str, folder) -> None:
 
 @pytest.mark.parametrize("name", _REFUSED)
 def test_a_host_key_that_is_refused(sshd, tmp_path, name):
-    assert _run(sshd) == "here\n"
+    assert _run(sshd) == b"here\n"
     _know(sshd, name, tmp_path)
     next_step = rf"{_REFUSED[name][1]}.*Host key verification failed.*; `ssh -p {sshd.port} "
     with pytest.raises(ClusterError, match=next_step):
@@ -137,7 +137,7 @@ def test_a_forward_leads_through_ssh_also_after_that_has_broken_off(sshd):
 def test_the_users_configuration_of_ssh_counts(sshd):
     sshd.configure("Host 127.0.0.1\nHostKeyAlias team")
     sshd.know(f"team {sshd.host_key('ed25519')}")
-    assert _run(sshd) == "here\n"
+    assert _run(sshd) == b"here\n"
 
 
 def test_a_jump_host(sshd, tmp_path):
@@ -232,17 +232,16 @@ def test_a_login_prints_what_it_likes(tmp_path, monkeypatch):
     """The start file of a shell; and no command reads the script."""
     monkeypatch.setenv("ENV", str(tmp_path / "profile"))
     login = Login(run.LocalTunnel(job_dir=str(tmp_path)))
-    assert login.run("cat; echo 'it''s'; echo \"$(printf 'a\\tb')\"") == "its\na\tb\n"
+    assert login.run("cat; echo 'it''s'; echo \"$(printf 'a\\tb')\"") == b"its\na\tb\n"
     login.put(b"text with 'quotes'\nand lines\n", str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "text with 'quotes'\nand lines\n"
-    (tmp_path / "bytes").write_bytes(bytes(range(256)) * 1000)
-    login.get(str(tmp_path / "bytes"), tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 1000
+    login.put(bytes(range(256)) * 1000, str(tmp_path / "bytes"))
+    assert login.run(f"cat {tmp_path}/bytes") == bytes(range(256)) * 1000
     with pytest.raises(ClusterError, match="No such file"):
-        login.get(str(tmp_path / "none"), tmp_path / "other")
+        login.run(f"cat {tmp_path}/none")
     with pytest.raises(ClusterError, match="nowhere"):
         login.put(b"text", str(tmp_path / "nowhere" / "file"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "copy", "file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "file"]
 
 
 def test_a_command_that_hangs_is_ended(tmp_path, monkeypatch):

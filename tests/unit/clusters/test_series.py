@@ -83,13 +83,13 @@ def next_one(world: World) -> None:
 
 def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
     found = from_record(cluster(renewed).record())
-    assert "the next one is being asked for" in away(found, "session_1")
+    assert "the next one, which is being asked for" in away(found, "session_1")
     next_one(renewed)
-    assert "chains continue in Slurm job 102, which is not up yet" in away(found, "session_1")
+    assert "chains continue in Slurm job 102, when Ray is up in it" in away(found, "session_1")
     assert found.find() is None
     renewed.state("102", "RUNNING")
     (renewed.life(2) / "run" / "102.0").mkdir(parents=True)
-    assert "which is not up yet" in away(found, "session_1"), "Ray starts in it"
+    assert "when Ray is up in it" in away(found, "session_1"), "Ray starts in it"
     assert found.archive("session_1").rows["a"]["status"] == "SUCCEEDED"
     assert away(found, "another") == ""
 
@@ -159,7 +159,7 @@ def test_a_job_that_slurm_is_to_start_again_is_no_loss(world, monkeypatch, renew
         monkeypatch.setattr(allocations, "PAUSE_S", 30.0)
         assert found._of_name.look().queued
     end(world, 1, "the job was cancelled", False, _FIRST, code=143)
-    told = "in Slurm job 101 if Slurm starts it again"
+    told = "in Slurm job 101, when Ray is up in it"
     assert (told in away(found, "session_1")) is renew, "Slurm has said nothing since"
     monkeypatch.setattr(allocations, "PAUSE_S", 0.0)
     for state in ("COMPLETING", "PENDING"):

@@ -14,7 +14,7 @@ from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
 from nemo_run_ray.remote.dispatch.decide import TimeLeft, time_left
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.slurm import carry
-from nemo_run_ray.remote.slurm.carry import USERS, Allocation
+from nemo_run_ray.remote.slurm.carry import Allocation
 from nemo_run_ray.remote.slurm.folder import CLUSTER_FAILED, RunEnd
 from nemo_run_ray.remote.spec import LOCK_KEY, NONCE_KEY
 from nemo_run_ray.remote.status import JobState, Reason, attempt_of_row
@@ -65,7 +65,7 @@ class World:
         self.previous = folder / "lives/1/run/7.0"
         self.path = folder / "lives/2"
         self.run = self.path / "run/8.0"
-        for path in (self.previous, self.run, self.path / USERS):
+        for path in (self.previous, self.run, self.path / "users"):
             path.mkdir(parents=True)
         (self.path / "renewed").touch()
         self.table = self.previous / TABLE
