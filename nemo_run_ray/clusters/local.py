@@ -436,8 +436,23 @@ class LocalCluster(Cluster):
         if state.pid:
             with suppress(ChildProcessError):  # another process has started it
                 os.waitpid(state.pid, os.WNOHANG)
+        archives = self._path / "archive"
         with suppress(OSError):  # on a full disk: the next start must not fail for it
-            self._archive(state, has_died, jobs)
+            for session in Path(state.root).glob(f"{RAY_FOLDER}/session_2*"):
+                folder = archives / session.name
+                logs = folder / "logs"
+                logs.mkdir(parents=True, exist_ok=True)
+                for path in (*session.glob("logs/job-driver-*.log"), self._log):
+                    if path.exists():
+                        copy_end(str(path), str(logs / path.name), _LOG_BYTES)
+                reason = "the embedded Ray that had it has been stopped"
+                if has_died:
+                    reason = _died(state, logs / self._log.name)
+                if jobs is not None:
+                    write_file(folder / "jobs.json", json.dumps(jobs))
+                write_file(folder / "reason", reason)
+            for path in sorted(archives.glob("*/reason"), key=os.path.getmtime)[:-20]:
+                shutil.rmtree(path.parent, ignore_errors=True)
         if Path(state.root, MARKER).exists():
             # Environments of packages make 100,000 files of it, which nobody should wait for.
             # Programs of one that has died may still write there for some seconds.
@@ -445,25 +460,6 @@ class LocalCluster(Cluster):
             _detached(f'rm -rf "$1"{again}', state.root)
         self._token.unlink(missing_ok=True)
         (self._path / "state.json").unlink(missing_ok=True)
-
-    def _archive(self, state: LocalState, has_died: bool, jobs: list[Any] | None) -> None:
-        """Archive a cluster whose processes have ended, before its folder is removed."""
-        archives = self._path / "archive"
-        for session in Path(state.root).glob(f"{RAY_FOLDER}/session_2*"):
-            folder = archives / session.name
-            logs = folder / "logs"
-            logs.mkdir(parents=True, exist_ok=True)
-            for path in (*session.glob("logs/job-driver-*.log"), self._log):
-                if path.exists():
-                    copy_end(str(path), str(logs / path.name), _LOG_BYTES)
-            reason = "the embedded Ray that had it has been stopped"
-            if has_died:
-                reason = _died(state, logs / self._log.name)
-            if jobs is not None:
-                write_file(folder / "jobs.json", json.dumps(jobs))
-            write_file(folder / "reason", reason)
-        for path in sorted(archives.glob("*/reason"), key=os.path.getmtime)[:-20]:
-            shutil.rmtree(path.parent, ignore_errors=True)
 
     def stop_unused(self, owner: int = 0) -> None:
         """Stop it, unless somebody else uses it, keeps it or runs a job on it.
