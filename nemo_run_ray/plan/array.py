@@ -118,13 +118,15 @@ def array(
     """
     options = {"combine": combine, "isolation": isolation, "max_failures": max_failures}
     _Options.check("array", options)
-    for each in task if isinstance(task, (list, tuple)) else [task]:
+    tasks = task if isinstance(task, (list, tuple)) else [task]
+    for each in tasks:
         if not isinstance(each, (run.Partial, run.Script)) or isinstance(each, Array):
             raise ConfigError(
                 f"The task of an array is a {type(each).__name__}; expected is a run.Partial, a "
                 "run.Script, or a list of them."
             )
-    header: Json = {"array": "", "max_failures": max_failures, "runs": isolation}
+    runs = "command" if all(isinstance(each, run.Script) for each in tasks) else isolation
+    header: Json = {"array": "", "max_failures": max_failures, "runs": runs}
     env: dict[str, str] = {}
     elements: Iterable[Json]
     if isinstance(task, (list, tuple)):
@@ -133,8 +135,6 @@ def array(
         elements = _of_tasks(task, names)
         if task:
             header["array"] = f"{_name(task[0])}-array"
-        if all(isinstance(each, run.Script) for each in task):
-            header["runs"] = "command"
     else:
         if names is not None:
             raise ConfigError("names are for an array of several tasks: array([task, …], names=…).")
@@ -153,7 +153,6 @@ def array(
                         f"{', '.join(['env.NAME', *words])}."
                     )
             header["script"] = {name: getattr(task, name) for name in _SCRIPT_FIELDS}
-            header["runs"] = "command"
             env = dict(task.env)
             rows = (
                 {field: _as_text(field, value, at) for field, value in row.items()}
@@ -180,8 +179,8 @@ def _of_tasks(
         names = [_name(task) for task in tasks]
         counts = Counter(names)
         names = [f"{name}_{at}" if counts[name] > 1 else name for at, name in enumerate(names)]
-    is_text = all(isinstance(name, str) for name in names)
-    if not is_text or len(names) != len(tasks) or len(set(names)) != len(names):
+    unique = {name for name in names if isinstance(name, str)}
+    if not len(unique) == len(names) == len(tasks):
         raise ConfigError(
             f"names is {list(names)!r}; expected is a name of its own for each of the "
             f"{len(tasks)} tasks."
@@ -255,14 +254,25 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
         raise ConfigError(f"RayExecutor.retries is {executor.retries}; an element has 200 at most.")
     name = os.path.basename(role.args[0])
     path = Path(executor.job_dir, SCRIPTS_DIR, name)
-    header = _header(path.read_text(encoding="utf-8"))
-    words, args_at = ["python"], 0
-    templates = [header["template"]] if "template" in header else []
-    if "script" in header:
+    text = path.read_text(encoding="utf-8")
+    header = _header(text)
+    words, args_at, templates = ["python"], 0, []
+    if "template" in header:
+        templates = [header["template"]]
+    elif "script" in header:
         words = _command(header["script"], path.with_name(f"element-{name}"))
         args_at = len(words) - len(header["script"]["args"])
-    elif not templates:
-        templates = _with_commands(path, executor)
+    else:  # tasks that differ: each script gets its command
+        lines = text.splitlines()
+        for at, line in enumerate(lines):
+            element = json.loads(line) if line.startswith('{"name"') else {}
+            if "template" in element:
+                templates.append(element["template"])
+            elif "script" in element:
+                argv = _command(element.pop("script"), path.with_name(f"element-{at}-{name}"))
+                element["argv"] = [replace_macros(word, executor) for word in argv]
+                lines[at] = json.dumps(element)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if any(map(OF_MAIN.search, templates)):
         check_guard()
     host = one_process(dataclasses.replace(role, entrypoint=words[0], args=words[1:]), executor)
@@ -279,26 +289,6 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
         permanent_exit_codes=tuple(executor.permanent_exit_codes),
         python=executor.python or executor.resolve_cluster().python,
     )
-
-
-def _with_commands(path: Path, executor: RayExecutor) -> list[str]:
-    """Write the commands of an array's scripts into its file; the templates of the other tasks.
-
-    What is written inline becomes a file beside it.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    templates: list[str] = []
-    for at, line in enumerate(lines):
-        if line.startswith('{"name"'):
-            task = json.loads(line)
-            if "template" in task:
-                templates.append(task["template"])
-            elif "script" in task:
-                words = _command(task.pop("script"), path.with_name(f"element-{at}-{path.name}"))
-                task["argv"] = [replace_macros(word, executor) for word in words]
-                lines[at] = json.dumps(task)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return templates
 
 
 def _command(script: Json, file: Path) -> list[str]:
@@ -361,16 +351,28 @@ def _rows(over: Over | None, combine: str) -> Iterator[Json]:
         yield row
 
 
-def _given(over: Over | None, combine: str) -> Iterable[Any]:
+def _given(over: Over | None, combine: str) -> Iterator[Any]:
     if isinstance(over, (str, os.PathLike)):
-        return _json_lines(over)
+        number = 0
+        try:
+            with open(over, encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):  # noqa: B007 the message has it
+                    if line.strip():
+                        yield json.loads(line)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"The elements cannot be read from {os.fspath(over)}, line {number}: {error}. "
+                "Expected is a JSONL file in UTF-8, with a mapping in each line."
+            ) from error
+        return
     if not isinstance(over, Iterable):
         raise ConfigError(
             f"`over` is {over!r}; expected is a mapping with the values of each field, a list with "
             "a mapping for each element, or the path of a JSONL file."
         )
     if not isinstance(over, Mapping):
-        return over
+        yield from over
+        return
     columns = []
     for name, values in over.items():
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
@@ -383,21 +385,8 @@ def _given(over: Over | None, combine: str) -> Iterable[Any]:
     if combine == "zip" and len(set(lengths.values())) > 1:
         raise ConfigError(f"combine='zip' needs as many values of each field; found {lengths}.")
     rows = zip(*columns, strict=True) if combine == "zip" else itertools.product(*columns)
-    return (dict(zip(over, row, strict=True)) for row in rows)
-
-
-def _json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
-    number = 0
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):  # noqa: B007 the message has it
-                if line.strip():
-                    yield json.loads(line)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"The elements cannot be read from {os.fspath(path)}, line {number}: {error}. Expected "
-            "is a JSONL file in UTF-8, with a mapping in each line."
-        ) from error
+    for row in rows:
+        yield dict(zip(over, row, strict=True))
 
 
 def _plain(value: Any) -> Any:

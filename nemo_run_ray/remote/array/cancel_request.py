@@ -8,7 +8,6 @@ removed it, which it does when the journal has what the request says.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from contextlib import suppress
 from time import monotonic
@@ -32,19 +31,15 @@ def request_id(submission_id: str, nonce: str) -> str:
     return f"{first_id(submission_id)}@{KIND}-{nonce}"
 
 
-def log_folder(submission_id: str) -> str:
-    """Ray's folder of logs, seen from a job; the one for temporary files of a job without a log."""
-    log = os.readlink("/proc/self/fd/1")
-    is_rays = os.path.basename(log) == f"job-driver-{submission_id}.log"
-    return os.path.dirname(log) if is_rays else tempfile.gettempdir()
+def log_folder() -> str:
+    """Ray's folder of logs, seen from a job."""
+    return os.path.dirname(os.readlink("/proc/self/fd/1"))
 
 
 def run(submission_id: str, request: str) -> int:
     """The program of the job: write a request, and wait until the driver has taken it."""
-    folder = log_folder(submission_id)
-    nonce = submission_id.rpartition("-")[2]
-    path = f"{folder}/{_prefix(submission_id)}{nonce}"
-    part = f"{folder}/.{os.path.basename(path)}"
+    folder, name = log_folder(), f"{_prefix(submission_id)}{submission_id.rpartition('-')[2]}"
+    path, part = f"{folder}/{name}", f"{folder}/.{name}"
     with open(open_own(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(request)
     os.rename(part, path)

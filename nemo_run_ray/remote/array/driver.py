@@ -24,7 +24,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 from ..files import open_own, write_file
 from ..fit import TOLERANCE, Amounts, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..fit import hosts as nodes_that_fit
-from ..hosts.actors import Actors, ReplicaHandle, Reports, is_cancelled
+from ..hosts.actors import Actors, ReplicaHandle, is_cancelled
 from ..hosts.relay import PROGRAM
 from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
 from ..node.rundir import jobs_folder, read_secrets, remove_secrets
@@ -38,8 +38,8 @@ from .elements import ElementState, HostRecord, Leases
 _LOOK_S = 1.0
 #: Seconds at the end, beyond the grace period, for hosts that have died or do not answer.
 _CLOSE_S = 60.0
-#: Seconds for which the head's disk is waited for when nothing else is to be done.
-_DISK_S = 60.0
+#: Seconds for which a full disk of the head is waited for.
+_DISK_S = 300.0
 #: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
 #: may be killed once.
 _DEATHS_MAX = 5
@@ -62,14 +62,11 @@ _RATE_ROWS = 30
 def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
     """Run an array to its end; its exit code."""
     try:
-        folder, secrets = log_folder(submission_id), read_secrets(spec.secrets)
-        path = f"{jobs_folder()}/{job}/{spec.elements}"
-        leases = Leases(spec, path, submission_id, folder)
-        starts = HostStarts(spec, job, secrets, leases.progress.count)
+        folder = log_folder()
+        leases = Leases(spec, f"{jobs_folder()}/{job}/{spec.elements}", submission_id, folder)
+        starts = HostStarts(spec, job, read_secrets(spec.secrets), leases.progress.count)
         try:
-            code = ArrayDriver(runner, spec, leases, starts, folder, submission_id).run()
-            starts.wait()
-            return code
+            return ArrayDriver(runner, spec, leases, starts, folder, submission_id).run()
         finally:
             for late in request_paths(folder, submission_id):
                 with suppress(OSError):
@@ -97,11 +94,9 @@ class Host(ReplicaHandle):
 
     Attributes:
         slots: how many elements it runs at a time.
-        deadline: when it is given up.
     """
 
     slots: int = 0
-    deadline: float = math.inf
     state: HostState = HostState.STARTING
 
     @property
@@ -124,7 +119,7 @@ class HostStarts:
             "count": count,
         }
         self._on = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        self._forgetting: List[Any] = []
+        self._sweeps: Json = {}  # by node
 
     def free(self) -> Dict[str, Dict[str, float]]:
         """The free resources of every node."""
@@ -142,32 +137,34 @@ class HostStarts:
             for node in (*status.active_nodes, *status.idle_nodes)
         }
 
-    def start(self, record: HostRecord, node: Node, count: int) -> Tuple[Host, Json]:
-        """Start the actor of a host on a node; and the order that makes the host ready."""
-        role = self._role
-        resources = {key: amount * count for key, amount in role.resources.items()}
+    def start(self, record: HostRecord, node: Node, count: int) -> Host:
+        """Start the actor of a host on a node, and let it prepare itself."""
+        role, actors = self._role, self.actors
         host = Host((role.name, record.number), role, node, record.tag, record.run_dir, slots=count)
-        host.deadline = monotonic() + _PLACED_S
-        self.actors.start(host, resources, self._on(node.node_id, soft=False), "array.host")
-        return host, {**self.actors.prepare_order(host), **self._order, "slots": count}
+        host.end_by = monotonic() + _PLACED_S
+        resources = {key: amount * count for key, amount in role.resources.items()}
+        actors.start(host, resources, self._on(node.node_id, soft=False), "array.host")
+        actors.order(host, {**actors.prepare_order(host), **self._order, "slots": count})
+        return host
 
-    def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Any:
-        """Start the program of ``notes.py`` on a node; a reference for ``swept``."""
-        rows = [[record.number, record.tag, record.run_dir] for record in records]
-        return self._run_notes(node_id, {"sweep": rows, "forget": []})
+    def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Optional[Json]:
+        """Run ``notes.py`` on the node of dead hosts; its answer, or ``None`` before its end."""
+        if node_id not in self._sweeps:
+            rows = [[record.number, record.tag, record.run_dir] for record in records]
+            self._sweeps[node_id] = self._run_notes(node_id, sweep=rows)
+        if not self._ray.wait([self._sweeps[node_id]], timeout=0)[0]:
+            return None
+        try:
+            answer: Json = json.loads(self._ray.get(self._sweeps.pop(node_id)))
+        except self._ray.exceptions.RayError as error:
+            return {"swept": [], "remaining": f"{type(error).__name__}: {error}"}
+        return answer
 
     def forget(self, node_id: str, run_dirs: Sequence[str]) -> None:
         """Remove notes on a node: the journal has what they say."""
-        request = {"sweep": [], "forget": run_dirs}
-        self._forgetting.append(self._run_notes(node_id, request))
+        self._ray.wait([self._run_notes(node_id, forget=run_dirs)], timeout=_END_MARGIN_S)
 
-    def wait(self) -> None:
-        """Wait a moment until all notes are removed."""
-        if self._forgetting:
-            count = len(self._forgetting)
-            self._ray.wait(self._forgetting, num_returns=count, timeout=_END_MARGIN_S)
-
-    def _run_notes(self, node_id: str, request: Json) -> Any:
+    def _run_notes(self, node_id: str, **request: Sequence[Any]) -> Any:
         env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
         task = self.actors.run_module.options(
             num_cpus=0, max_retries=0, scheduling_strategy=self._on(node_id, soft=False)
@@ -175,16 +172,6 @@ class HostStarts:
         return task.remote(
             self.actors.package, PROGRAM, f"{__package__}.notes", json.dumps(request), env
         )
-
-    def swept(self, reference: Any) -> Optional[Json]:
-        """The answer of a sweep; ``None`` when it is not there yet."""
-        if not self._ray.wait([reference], timeout=0)[0]:
-            return None
-        try:
-            answer: Json = json.loads(self._ray.get(reference))
-        except self._ray.exceptions.RayError as error:
-            return {"swept": [], "remaining": f"{type(error).__name__}: {error}"}
-        return answer
 
 
 def hosts_to_start(
@@ -234,7 +221,7 @@ class ArrayDriver:
         self._starts, self._actors, self._ray = starts, starts.actors, starts.actors.ray
         self._folder, self._submission_id = folder, submission_id
         self._request = ResourceRequest(spec.host.resources, spec.host.label_selector)
-        self._look_at = self._tell_at = self._write_at = 0.0
+        self._look_at = self._tell_at = self._write_at = self._sweep_at = 0.0
         self._tell_progress_at = monotonic() + _TELL_S
         self._counts = deque([(monotonic(), self._progress.ended_count)], maxlen=_RATE_ROWS)
         self._nodes: Dict[str, Node] = {}
@@ -242,8 +229,6 @@ class ArrayDriver:
         self._refusals: Dict[str, Tuple[int, float]] = {}
         self._cannot: Set[str] = set()  # nodes that cannot run elements
         self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
-        self._sweeps: Json = {}  # by node
-        self._sweep_at: Dict[str, float] = {}  # not before
         self._settled_at: Optional[float] = None
         self._is_stopped = self._is_cancelled = False
         self.hosts: Dict[int, Host] = {}
@@ -264,7 +249,8 @@ class ArrayDriver:
             self._turn()
         self._commit()
         progress.cancel_rest()
-        self._show(0, is_last=True)
+        self._write_at = 0.0
+        self._show()
         failed, succeeded = map(progress.number, (ElementState.FAILED, ElementState.SUCCEEDED))
         say(f"{succeeded} of {progress.count} elements succeeded, {failed} failed")
         code, cause = (JobExit.SOME_FAILED, Reason.EXIT_CODE) if failed else (0, Reason.NONE)
@@ -274,16 +260,16 @@ class ArrayDriver:
         elif self._is_cancelled:
             code, cause, ending = 143, Reason.CANCELLED, "cancelled"
         # Nothing says of these that their processes have ended.
-        living = [one for one in self.hosts.values() if one.state is not HostState.LEAVING]
-        node_ids = {one.node.node_id for one in living}
-        node_ids |= {record.node_id for record in self.dead.values()}
-        nodes = sorted(node_id[:12] for node_id in node_ids)
-        place = f"on {', '.join(nodes)}, where nothing says that all have ended"
-        runner.left_on = (place,) if nodes else ()
+        hosts = (host for host in self.hosts.values() if host.state is not HostState.LEAVING)
+        nodes = {host.node.node_id for host in hosts}
+        nodes |= {record.node_id for record in self.dead.values()}
         if nodes:
-            ending = f"{ending}; {MAY_BE_LEFT} {place}"
-        elif cause is Reason.CANCELLED:
-            ending = f"{ending}; {NO_PROCESS_LEFT}"
+            names = ", ".join(sorted(node_id[:12] for node_id in nodes))
+            runner.left_on = (f"on {names}, where nothing says that all have ended",)
+            ending = f"{ending}; {MAY_BE_LEFT} {runner.left_on[0]}"
+        else:
+            runner.left_on = ()
+            ending += f"; {NO_PROCESS_LEFT}" if cause is Reason.CANCELLED else ""
         runner.cause, runner.ending = cause.name, ending
         return code
 
@@ -295,28 +281,26 @@ class ArrayDriver:
             self._cancel_requested()
             self.look(now)
         for host, reports in self._actors.answers():
-            self.hear(host, reports)
+            for report in reports:
+                self.hear(host, report)
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
         if self.broken is not None:
             self._stop()
         elif limit is not None and failed > limit and not self._is_stopped:
             say(f"ending the array: more than {limit} elements have failed (max_failures)")
             self._stop()
-        if self._settled_at is None and (self._is_stopped or self._progress.is_settled):
+        is_settled = self._is_stopped or self._progress.ended_count == self._progress.count
+        if is_settled and self._settled_at is None:
             self._settled_at = now
         if not self._is_stopped:
             self.lease()
-        self._show(sum(min(len(self._held(host)), host.slots) for host in self.hosts.values()))
-
-    def _held(self, host: Host) -> Dict[int, int]:
-        return self._leases.held(host.number)
+        self._show()
 
     def _commit(self) -> None:
         """Write down what has changed, and return when the disk has it.
 
         A disk that is full is waited for: meanwhile no element is started, and those that run
-        continue. An array that was cancelled waits no longer, and one of which nothing runs any
-        more is broken at last.
+        continue. A cancelled array waits no longer, and any other one is broken in the end.
         """
         until = monotonic() + _DISK_S
         while True:
@@ -325,29 +309,31 @@ class ArrayDriver:
                 return
             except OSError as error:
                 say(f"the head cannot write its journal ({error}); no element is started meanwhile")
-                is_last = self._is_stopped or self._progress.is_settled
-                if is_last and monotonic() >= until:
-                    unwritten = "how the last elements have ended, or their results"
-                    self.broken = Reason.EXIT_CODE, f"the head's disk has not taken {unwritten}"
+                if monotonic() >= until:
+                    words = f"the head could not write the array's journal for {_DISK_S:.0f} s"
+                    self.broken = Reason.EXIT_CODE, f"{words}: {error}"
                 if self._is_cancelled or self.broken is not None:
                     return
             time.sleep(_LOOK_S)
             self._obey()
 
-    def _show(self, running: int, is_last: bool = False) -> None:
+    def _show(self) -> None:
         """Write counts and the states of all elements beside the job's log, for clients.
 
         Nothing that the array does is decided by these files. A large array's take long to write,
         and are written so seldom that it costs the driver a twentieth of its time.
         """
         now, progress = monotonic(), self._progress
-        if now < self._write_at and not is_last:
+        if now < self._write_at:
             return
         ended, failed = progress.ended_count, progress.number(ElementState.FAILED)
         first_at, first = self._counts[0]
         self._counts.append((now, ended))
         rate = (ended - first) / (now - first_at) if now > first_at else 0.0
         remaining = progress.count - ended
+        hosts = self.hosts.values()
+        running = sum(min(len(progress.held[host.number]), host.slots) for host in hosts)
+        running = min(running, remaining)
         rows: ArrayRows = {
             "elements": progress.count,
             "succeeded": progress.number(ElementState.SUCCEEDED),
@@ -359,7 +345,7 @@ class ArrayDriver:
             "left_s": round(remaining / rate, 1) if rate > 0 else None,
             "failures": [*progress.failures],
         }
-        if now >= self._tell_progress_at and not is_last:
+        if now >= self._tell_progress_at:
             self._tell_progress_at = now + _TELL_S
             say(
                 f"{ended} of {progress.count} elements are over, {failed} failed; "
@@ -367,10 +353,8 @@ class ArrayDriver:
             )
         states = "".join(json.dumps(stretch) + "\n" for stretch in progress.stretches())
         with suppress(OSError):  # a full disk: the array continues, and is not shown
-            path = f"{self._folder}/{status_file_name(self._submission_id)}"
-            write_file(path, json.dumps(rows))
-            path = f"{self._folder}/{file_of(self._submission_id, STATES_FILE)}"
-            write_file(path, states)
+            write_file(f"{self._folder}/{status_file_name(self._submission_id)}", json.dumps(rows))
+            write_file(f"{self._folder}/{file_of(self._submission_id, STATES_FILE)}", states)
         self._write_at = now + _WRITE_S + _PAUSE * (monotonic() - now)
 
     # ------------------------------------------------------------------ leases
@@ -379,8 +363,9 @@ class ArrayDriver:
         """Lease elements to the hosts; the disk has it before a host hears of it."""
         rows: Dict[Host, List[List[Any]]] = {}
         for host in self.hosts.values():
+            held = self._progress.held[host.number]
             most = self._leases.most_held(host.slots) if host.state is HostState.READY else 0
-            while len(self._held(host)) < most and (row := self._leases.take(host.number)):
+            while len(held) < most and (row := self._leases.take(host.number)):
                 rows.setdefault(host, []).append(row)
         self._commit()
         for host, elements in () if self._is_stopped else rows.items():
@@ -399,7 +384,7 @@ class ArrayDriver:
                 say(f"{path} is no request to cancel elements: {error}")
             else:
                 for host in self.hosts.values():
-                    leased = wanted & self._held(host).items()
+                    leased = wanted & self._progress.held[host.number].items()
                     if leased:
                         self._actors.order(host, {"do": "cancel", "elements": list(leased)})
                 self._commit()
@@ -410,14 +395,11 @@ class ArrayDriver:
 
     # ------------------------------------------------------------------ reports
 
-    def hear(self, handle: ReplicaHandle, reports: Reports) -> None:
+    def hear(self, handle: ReplicaHandle, report: Json) -> None:
         """Take what a host has reported, unless it is given up."""
-        for report in reports:
-            host = self.hosts.get(handle.replica_id[1])
-            if host is not None:
-                self._report(host, report)
-
-    def _report(self, host: Host, report: Json) -> None:
+        host = self.hosts.get(handle.replica_id[1])
+        if host is None:
+            return
         kind, node, number = report["at"], host.node, host.number
         if kind == "text":
             prefix = f"{report['element']}| "
@@ -427,8 +409,7 @@ class ArrayDriver:
                 self._refusals.pop(node.node_id, None)
         elif kind == "prepared":
             if host.state is HostState.STARTING:
-                host.state, host.deadline = HostState.READY, math.inf
-                self._cannot.discard(node.node_id)
+                host.state, host.end_by = HostState.READY, math.inf
                 say(f"{node.host} runs {host.slots} element(s) at a time")
         elif kind == "obstacles":
             say(
@@ -441,7 +422,7 @@ class ArrayDriver:
             self._leases.give_back(number, begun=())
             self._commit()  # before it removes its notes
             self._actors.order(host, {"do": "leave"})
-            host.state, host.deadline = HostState.LEAVING, monotonic() + _END_MARGIN_S
+            host.state, host.end_by = HostState.LEAVING, monotonic() + _END_MARGIN_S
         elif kind == "gone" and host.state is HostState.LEAVING:
             self._drop(host)
         else:  # ``unprepared``, ``failed``, ``gone`` or ``died``
@@ -465,14 +446,13 @@ class ArrayDriver:
         failures += now >= not_before  # several hosts of a node count once
         pause_s = min(_AGAIN_S * 2 ** min(failures - 1, 10), _AGAIN_MAX_S)
         self._refusals[node_id] = failures, now + pause_s
-        others = (one for one in self.hosts.values() if one.node.node_id == node_id)
-        is_proven = any(one.state is not HostState.STARTING for one in others)
-        if not is_proven and (cause is not None or failures >= _DEATHS_MAX):
+        if cause is not None or failures >= _DEATHS_MAX:
             self._cannot.add(node_id)
+        runs = any(one.state is not HostState.STARTING for one in self.hosts.values())
         fitting = {one.node_id for one in nodes_that_fit(self._request, list(self._nodes.values()))}
         write(f"{reason}\n")
         last_line = reason.strip().rpartition("\n")[2]  # of a traceback this is the error
-        if self._progress.has_run or not fitting or fitting - self._cannot:
+        if self._progress.has_run or runs or not fitting or fitting - self._cannot:
             say(f"a host on {node} could not begin; another one is tried later: {last_line}")
         elif cause is Reason.RUNTIME_ENV:
             self.broken = cause, cause_of(reason)
@@ -486,10 +466,9 @@ class ArrayDriver:
         self._nodes = {node.node_id: node for node in nodes_of(self._ray.nodes())}
         waiting = self._progress.number(ElementState.WAITING)
         for host in list(self.hosts.values()):
-            is_ending = host.state in (HostState.ENDING, HostState.LEAVING)
-            if host.node.node_id not in self._nodes or now >= host.deadline:
+            if host.node.node_id not in self._nodes or now >= host.end_by:
                 self._give_up(host)
-            elif not is_ending and not waiting and not self._held(host):
+            elif not waiting and not self._progress.held[host.number]:
                 self._end(host)
         self._prove(now)
         if waiting and not self._is_stopped:
@@ -501,7 +480,7 @@ class ArrayDriver:
         wanted -= sum(host.slots for host in starting)
         if self._spec.max_in_flight is not None:
             used = sum(host.slots for host in hosts)
-            used += sum(len(self._leases.held(number)) for number in self.dead)
+            used += sum(len(self._progress.held[number]) for number in self.dead)
             wanted = min(wanted, self._spec.max_in_flight - used)
         busy = {host.node.node_id for host in starting}
         busy |= {record.node_id for record in self.dead.values()}
@@ -517,9 +496,7 @@ class ArrayDriver:
         records = [self._leases.add_host(node_id) for node_id, _ in planned]
         self._commit()
         for record, (node_id, count) in zip(records, () if self._is_stopped else planned):
-            host, order = self._starts.start(record, nodes[node_id], count)
-            self.hosts[host.number] = host
-            self._actors.order(host, order)
+            self.hosts[record.number] = self._starts.start(record, nodes[node_id], count)
         if self.hosts:
             self._tell_at = now + _TELL_S
         elif now >= self._tell_at:
@@ -532,10 +509,10 @@ class ArrayDriver:
         """Let a host end what it runs; one that has not come up ends with its actor."""
         if not host.answers:
             self._drop(host)
-            return
-        host.state = HostState.ENDING
-        host.deadline = monotonic() + self._spec.grace_s + _END_MARGIN_S
-        self._actors.order(host, {"do": "end"})
+        elif host.state in (HostState.STARTING, HostState.READY):
+            host.state = HostState.ENDING
+            host.end_by = monotonic() + self._spec.grace_s + _END_MARGIN_S
+            self._actors.order(host, {"do": "end"})
 
     def _drop(self, host: Host) -> None:
         """End the actor of a host of which nothing runs."""
@@ -552,39 +529,30 @@ class ArrayDriver:
 
     def _prove(self, now: float) -> None:
         """End what dead hosts have left: by their nodes' death, or by a program on the node."""
-        by_node: Dict[str, List[HostRecord]] = {}
         for number, record in list(self.dead.items()):
-            if record.node_id in self._nodes:
-                by_node.setdefault(record.node_id, []).append(record)
-                continue
-            # A node that was only cut off continues until its raylet has noticed.
-            since = self._dead_since.setdefault(record.node_id, now)
-            if not self._leases.held(number) or now >= since + node_dead_s():
-                # What had begun there, nobody knows.
-                self._leases.give_back(number)
-                self.dead.pop(number, None)
-        for node_id, records in by_node.items():
-            if node_id not in self._sweeps and now >= self._sweep_at.get(node_id, 0.0):
-                self._sweeps[node_id] = self._starts.sweep(node_id, records)
-            answer = self._starts.swept(self._sweeps[node_id]) if node_id in self._sweeps else None
+            if record.node_id not in self._nodes:
+                # A node that was only cut off continues until its raylet has noticed.
+                since = self._dead_since.setdefault(record.node_id, now)
+                if not self._progress.held[number] or now >= since + node_dead_s():
+                    # What had begun there, nobody knows.
+                    self._leases.give_back(number)
+                    del self.dead[number]
+        for node_id in {record.node_id for record in self.dead.values()} & self._nodes.keys():
+            records = [record for record in self.dead.values() if record.node_id == node_id]
+            answer = self._starts.sweep(node_id, records) if now >= self._sweep_at else None
             if answer is None:
                 continue
-            del self._sweeps[node_id]
             if answer["remaining"]:
-                self._sweep_at[node_id] = now + _SWEEP_AGAIN_S
+                self._sweep_at = now + _SWEEP_AGAIN_S
                 node = self._nodes[node_id].host
                 say(f"a dead host on {node} may still run elements: {answer['remaining']}")
             for number, ended, begun in answer["swept"]:
-                before = len(self._leases.held(number))
                 for row in ended:
                     self._leases.ended(number, row)
-                again = len(self._leases.held(number))
+                again = len(self._progress.held[number])
+                if again:
+                    say(f"nothing of a dead host runs: {again} of its elements are started again")
                 self._leases.give_back(number, begun)
-                if before:
-                    say(
-                        f"nothing of a dead host runs: of {before} elements, {before - again} had "
-                        f"ended, and {again} are started again"
-                    )
                 self.dead.pop(number, None)
             self._commit()
             swept = [self._leases.hosts[number].run_dir for number, *_ in answer["swept"]]
@@ -616,5 +584,4 @@ class ArrayDriver:
         if not self._is_stopped:
             self._is_stopped = self._leases.is_ending = True
             for host in list(self.hosts.values()):
-                if host.state in (HostState.STARTING, HostState.READY):
-                    self._end(host)
+                self._end(host)

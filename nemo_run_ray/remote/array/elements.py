@@ -12,8 +12,9 @@ import json
 import os
 import secrets
 from array import array
+from collections import defaultdict
 from enum import IntEnum
-from itertools import chain, groupby
+from itertools import groupby
 from typing import (
     Any,
     Dict,
@@ -30,34 +31,6 @@ from ..files import open_own
 from ..node.output import say
 from ..spec import ArraySpec, Json
 from ..status import JOURNAL_FILE, RESULTS_FILE, file_of, first_id
-
-
-class Elements:
-    """The elements of a file, read one by one; only their places are kept in memory.
-
-    The first line that is a JSON object is the header of the array. Every line behind it is an
-    element: its ``values`` by field; or, of tasks that differ, its ``name``, ``argv`` and ``env``,
-    or its ``name`` and ``template``, a configuration in Fiddle's JSON.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 lives as long as the driver
-        self._places = array("Q")
-        has_header, place = False, 0
-        for line in self._file:
-            if has_header and line.strip():
-                self._places.append(place)
-            has_header = has_header or line.startswith(b"{")
-            place += len(line)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Json:
-        self._file.seek(self._places[index])
-        element: Json = json.loads(self._file.readline())
-        return element
-
 
 #: Kinds of records: a host may start the element; it has ended with an exit code; it was not
 #: started, or its host is proven dead; the user does not want it; a host may start elements.
@@ -98,11 +71,11 @@ class LinesFile:
         self.fd = open_own(path, os.O_RDWR | os.O_CREAT)
         fcntl.flock(self.fd, fcntl.LOCK_EX)  # a driver that was killed has it for a moment
         self._whole_bytes = sum(map(len, whole_lines(path)))
-        self._unwritten: List[str] = []
+        self._unwritten = bytearray()
 
     def add(self, row: Sequence[Any]) -> None:
         """Let a line wait for the next ``commit``."""
-        self._unwritten.append(json.dumps(row) + "\n")
+        self._unwritten += json.dumps(row).encode() + b"\n"
 
     def commit(self) -> None:
         """Write what waits, and return when the disk has it.
@@ -110,16 +83,16 @@ class LinesFile:
         Raises:
             OSError: the disk is full, or broken. What waits is written by the next call.
         """
-        if not self._unwritten:
+        data = self._unwritten
+        if not data:
             return
-        data = "".join(self._unwritten).encode()
         os.ftruncate(self.fd, self._whole_bytes)  # what a full disk has left behind it
         written = 0
         while written < len(data):
             written += os.pwrite(self.fd, data[written:], self._whole_bytes + written)
         os.fdatasync(self.fd)
         self._whole_bytes += len(data)
-        self._unwritten.clear()
+        data.clear()
 
 
 def whole_lines(path: str) -> Iterator[bytes]:
@@ -175,12 +148,10 @@ class ArrayProgress:
         self._retries, self._permanent_exit_codes = retries, permanent_exit_codes
         self.failures: List[Tuple[int, int, str]] = []
         self.has_run = False
-        self.held: Dict[int, Dict[int, int]] = {}
-        self._states = bytearray(count)
-        self.attempts = bytearray(count)
-        self._codes = bytearray(count)
+        self.held: Dict[int, Dict[int, int]] = defaultdict(dict)
+        self.attempts, self._states, self._codes = (bytearray(count) for _ in range(3))
         self._unwanted: Set[int] = set()  # leased ones that were cancelled
-        self._losses: Dict[int, int] = {}
+        self._losses: Dict[int, int] = defaultdict(int)
 
     def state(self, index: int) -> ElementState:
         return ElementState(self._states[index])
@@ -194,11 +165,6 @@ class ArrayProgress:
         """The number of elements that are over."""
         return self.count - sum(map(self.number, _UNFINISHED))
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no element begins any more: those that hosts have were cancelled."""
-        return self.count - self.ended_count == len(self._unwanted)
-
     def next_lease(self, host: int) -> Optional[Record]:
         """A record that leases the first element that waits to a host."""
         index = self._states.find(ElementState.WAITING)
@@ -206,50 +172,43 @@ class ArrayProgress:
 
     def apply(self, record: Record, reason: str = "") -> bool:
         """Take a record into account; false when the host has not got that attempt."""
-        index, kind, host, attempt, _ = record
-        held = self.held.setdefault(host, {})
+        index, kind, host, attempt, code = record
+        held, state = self.held[host], self.state(index)
         if kind == LEASED:
-            self.attempts[index] = attempt
-            self._states[index] = ElementState.LEASED
-            held[index] = attempt
-        elif kind == CANCELLED and self._states[index] == ElementState.WAITING:
-            self._states[index] = ElementState.CANCELLED
-        elif kind == CANCELLED and self._states[index] == ElementState.LEASED:
-            self._unwanted.add(index)
-        elif held.get(index) == attempt:
-            del held[index]
-            self._released(record, reason)
-        else:
-            return False
-        return True
-
-    def _released(self, record: Record, reason: str) -> None:
-        """A host has an element no longer."""
-        index, kind, _, attempt, code = record
-        is_wanted, has_ended = index not in self._unwanted, kind == ENDED
-        self._unwanted.discard(index)
-        losses = self._losses.get(index, 0)
-        state = ElementState.WAITING
-        if has_ended:
-            self._codes[index] = code & 0xFF
-            self.has_run = self.has_run or is_wanted
-        if has_ended and code == 0:
-            state = ElementState.SUCCEEDED
-        elif not is_wanted:
+            self.attempts[index] = held[index] = attempt
+            state = ElementState.LEASED
+        elif kind == CANCELLED and state is ElementState.WAITING:
             state = ElementState.CANCELLED
-        elif has_ended:  # attempts whose host has died cost no retry
-            if attempt > self._retries + losses or code in self._permanent_exit_codes:
-                state = ElementState.FAILED
-        elif code:
-            losses = self._losses[index] = losses + 1
-            if losses >= LOSSES_MAX:
-                state, reason = ElementState.FAILED, f"its host has died {losses} times"
-                code = self._codes[index] = LOST_CODE
+        elif kind == CANCELLED and state is ElementState.LEASED:
+            self._unwanted.add(index)
+        elif held.get(index) != attempt:
+            return False
         else:
-            self.attempts[index] -= 1
-        if state is ElementState.FAILED and len(self.failures) < _SHOWN_FAILURES:
-            self.failures.append((index, code, reason))
+            del held[index]
+            state, is_wanted = ElementState.WAITING, index not in self._unwanted
+            self._unwanted.discard(index)
+            if kind == ENDED:
+                self._codes[index] = code & 0xFF
+                self.has_run |= is_wanted
+            if kind == ENDED and code == 0:
+                state = ElementState.SUCCEEDED
+            elif not is_wanted:
+                state = ElementState.CANCELLED
+            elif kind == ENDED:  # attempts whose host has died cost no retry
+                tries = self._retries + self._losses[index]
+                if attempt > tries or code in self._permanent_exit_codes:
+                    state = ElementState.FAILED
+            elif code:
+                self._losses[index] += 1
+                if self._losses[index] >= LOSSES_MAX:
+                    state, reason = ElementState.FAILED, f"its host has died {LOSSES_MAX} times"
+                    code = self._codes[index] = LOST_CODE
+            else:
+                self.attempts[index] -= 1
+            if state is ElementState.FAILED and len(self.failures) < _SHOWN_FAILURES:
+                self.failures.append((index, code, reason))
         self._states[index] = state
+        return True
 
     def cancel_rest(self) -> None:
         """Count all elements that are not over as cancelled: none will begin or end."""
@@ -280,6 +239,10 @@ _WEIGHT = 0.1
 class Leases:
     """The elements of one array, with its journal in Ray's folder of logs.
 
+    The first line of their file that is a JSON object is the header of the array. Every other one
+    is an element: its ``values`` by field; or, of tasks that differ, its ``name``, ``argv`` and
+    ``env``, or its ``name`` and ``template``, a configuration in Fiddle's JSON.
+
     Attributes:
         seconds: how long an element takes: the mean, newer ones weighing more.
         hosts: all that the array has ever had, by their numbers.
@@ -287,14 +250,20 @@ class Leases:
     """
 
     def __init__(self, spec: ArraySpec, path: str, submission_id: str, folder: str) -> None:
-        self._elements = Elements(path)
+        self._file = open(path, "rb")  # noqa: SIM115 lives as long as the driver
+        self._places, place = array("Q"), 0  # of the lines, which may be many
+        for line in self._file:
+            if line.startswith(b"{"):
+                self._places.append(place)
+            place += len(line)
+        del self._places[0]  # the header's
         self._job_id = first_id(submission_id)
         self._journal, self._results = (
             LinesFile(f"{folder}/{file_of(submission_id, kind)}")
             for kind in (JOURNAL_FILE, RESULTS_FILE)
         )
         self.seconds: Optional[float] = None
-        self.progress = ArrayProgress(len(self._elements), spec.retries, spec.permanent_exit_codes)
+        self.progress = ArrayProgress(len(self._places), spec.retries, spec.permanent_exit_codes)
         self.hosts: List[HostRecord] = []
         self.is_ending = False
         for record in read_records(self._journal.path):
@@ -303,10 +272,6 @@ class Leases:
             else:
                 self.progress.apply(record)
         self._reported = 0
-
-    def held(self, host: int) -> Dict[int, int]:
-        """The elements that a host has, with their attempts."""
-        return self.progress.held.get(host, {})
 
     def most_held(self, slots: int) -> int:
         """The number of elements that a host may have: those that run, and those that keep it busy
@@ -320,9 +285,10 @@ class Leases:
         """A new host, which may be started after the next ``commit``."""
         number, nonce = len(self.hosts), secrets.token_hex(8)
         tag, run_dir = f"{self._job_id}/{nonce}.{number}", f"{self._job_id}~host-{number}-{nonce}"
-        self.hosts.append(HostRecord(number, HOST, node_id, tag, run_dir))
-        self._journal.add(self.hosts[-1])
-        return self.hosts[-1]
+        record = HostRecord(number, HOST, node_id, tag, run_dir)
+        self.hosts.append(record)
+        self._journal.add(record)
+        return record
 
     def take(self, host: int) -> Optional[List[Any]]:
         """Lease the next element to a host, which may hear of it after the next ``commit``.
@@ -334,14 +300,14 @@ class Leases:
         if record is None:
             return None
         self._note(record)
-        return [record.element, record.attempt, self._elements[record.element]]
+        return [record.element, record.attempt, self._element(record.element)]
 
     def give_back(self, host: int, begun: Optional[Sequence[Sequence[int]]] = None) -> None:
         """Let all elements wait again of a host that is idle, or proven dead.
 
         All may have begun, or those attempts that are given.
         """
-        for element, attempt in list(self.held(host).items()):
+        for element, attempt in list(self.progress.held[host].items()):
             may_have_begun = begun is None or [element, attempt] in begun
             self._note(Record(element, GIVEN_BACK, host, attempt, int(may_have_begun)))
 
@@ -351,17 +317,15 @@ class Leases:
         Returns:
             The attempts that hosts have, and that are to be ended.
         """
-        indices = (
-            range(max(0, first), min(last + 1, len(self._elements))) for first, last in ranges
-        )
         wanted = set()
-        for index in chain.from_iterable(indices):
-            state = self.progress.state(index)
-            if state is ElementState.LEASED and not only_waiting:
-                wanted.add((index, self.progress.attempts[index]))
-            elif state is not ElementState.WAITING:
-                continue
-            self._note(Record(index, CANCELLED))
+        for first, last in ranges:
+            for index in range(max(0, first), min(last + 1, self.progress.count)):
+                state = self.progress.state(index)
+                if state is ElementState.LEASED and not only_waiting:
+                    wanted.add((index, self.progress.attempts[index]))
+                elif state is not ElementState.WAITING:
+                    continue
+                self._note(Record(index, CANCELLED))
         return wanted
 
     def ended(self, host: int, row: Sequence[Any]) -> bool:
@@ -372,7 +336,7 @@ class Leases:
         element, attempt, code, seconds, reason = row[:5]
         if self.is_ending and code:  # another attempt of the array runs it again
             return self._note(Record(element, GIVEN_BACK, host, attempt))
-        name = self._elements[element].get("name") if code else ""
+        name = self._element(element).get("name") if code else ""
         if name:
             reason = f"{name}: {reason}"
         if not self._note(Record(element, ENDED, host, attempt, code), reason):
@@ -393,6 +357,11 @@ class Leases:
         """As ``LinesFile.commit``."""
         self._results.commit()  # first: no later driver would ask for them again
         self._journal.commit()
+
+    def _element(self, index: int) -> Json:
+        self._file.seek(self._places[index])
+        element: Json = json.loads(self._file.readline())
+        return element
 
     def _note(self, record: Record, reason: str = "") -> bool:
         is_new = self.progress.apply(record, reason)

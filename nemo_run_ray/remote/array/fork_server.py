@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import errno
 import gc
 import json
 import os
@@ -26,8 +25,8 @@ import traceback
 import types
 from contextlib import suppress
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from time import monotonic
 from typing import Any, NoReturn
 
 #: The name of this package here. No folder of it is put on the task's path.
@@ -37,8 +36,8 @@ PACKET_MAX = 2**17
 #: Characters of a result that is kept.
 RESULT_MAX = 2**16
 _PR_SET_CHILD_SUBREAPER = 36
-#: Seconds after which no more tasks are imported before the first element begins.
-_IMPORT_S = 10.0
+#: Tasks that are imported before the first element begins.
+_IMPORTED_MAX = 100
 
 
 def main(argv: list[str]) -> None:
@@ -54,10 +53,7 @@ def main(argv: list[str]) -> None:
         channel = socket.socket(fileno=int(last))
         os.set_inheritable(channel.fileno(), False)
         if template is None:  # each task has its own; one that is broken fails with its element
-            until = monotonic() + _IMPORT_S
-            for line in file:
-                if monotonic() >= until:
-                    break
+            for line in islice(file, _IMPORTED_MAX):
                 with suppress(BaseException):
                     _load(json.loads(line)["template"], "")
     _serve(channel, template, main_ended)
@@ -108,19 +104,12 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
         data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
         if not data:
             return
-        order = json.loads(data)
-        try:
-            child = os.fork()
-            if child == 0:
-                _fork_element(channel, template, order, main_ended, fds[0])
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        except OSError as error:
-            code = error.errno or 1
+        child = os.fork()
+        if child == 0:
+            _fork_element(channel, template, json.loads(data), main_ended, fds[0])
         os.close(fds[0])
-        if code < 0:
-            return  # killed: the host starts another server, and asks that for what has not begun
-        if code:
-            _send(channel, at="full", key=order["key"], reason=os.strerror(code))
+        if os.waitpid(child, 0)[1]:
+            return  # the host starts another server, and asks that for what has not begun
 
 
 def _fork_element(
@@ -131,40 +120,32 @@ def _fork_element(
     try:
         begun, begins = os.pipe()
         if os.fork() == 0:
-            _become_element(channel, order, output)
+            os.setsid()
+            # What the element leaves stays below it while it runs: the environment that a fork
+            # shows does not say which element it is of.
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            atexit._clear()
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(order["env"])
+            # This fails where the host listens no more: it asks another process for the element.
+            _send(channel, at="begun", key=order["key"], pid=os.getpid())
             os.write(begins, b"1")
-            os.close(begun)
-            os.close(begins)
+            for fd in (begun, begins, output, channel.detach()):
+                os.close(fd)
+            # Python's own module takes new seeds by itself.
+            numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+            if numpy is not None:
+                numpy.random.seed()
+            if torch is not None:
+                torch.seed()
             _run(template, order, main_ended)
         os.close(begins)
-        code = 0 if os.read(begun, 1) else errno.ECHILD
-    except OSError as error:
-        code = error.errno or 1
-    except BaseException:  # of NumPy or PyTorch, when the element has begun
+        code = 0 if os.read(begun, 1) else 1
+    except BaseException:  # the element's also, of NumPy or PyTorch
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def _become_element(channel: socket.socket, order: dict[str, Any], output: int) -> None:
-    """Undo in a fork what belongs to its parent, and tell the host that an element begins."""
-    os.setsid()
-    # What the element leaves stays below it while it runs: the environment that a fork shows does
-    # not say which element it is of.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    atexit._clear()
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    os.environ.update(order["env"])
-    # This fails where the host listens no more: it asks another process for the element.
-    _send(channel, at="begun", key=order["key"], pid=os.getpid())
-    channel.close()
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None:  # Python's own module takes new seeds by itself
-        numpy.random.seed()
-    if torch is not None:
-        torch.seed()
 
 
 def _run(template: Any, order: dict[str, Any], main_ended: str) -> NoReturn:

@@ -8,8 +8,8 @@ one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``run``,
 
 from __future__ import annotations
 
-import errno
 import json
+import math
 import os
 import select
 import shutil
@@ -24,7 +24,6 @@ from typing import (
     Any,
     Deque,
     Dict,
-    Iterator,
     List,
     NoReturn,
     Optional,
@@ -61,8 +60,6 @@ _MARK = "NEMO_RUN_RAY_ELEMENT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
-#: Errors of a node that has no room for another process, or for its descriptors.
-_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 #: Reads that empty a pipe: a process that hides may write without end.
 _LAST_READS = 16
 #: Exit codes of what is ended by SIGTERM and by SIGKILL.
@@ -94,10 +91,11 @@ class HostProcess:
         self._slots: List[Dict[str, str]] = []  # the variables of each that is free
         self._waiting: Deque[Tuple[Lease, Json]] = deque()  # with their lines
         self._running: List[RunningElement] = []
-        self._orphans = Orphans()
+        #: Processes that were adopted from elements: when each is killed; infinity before SIGTERM.
+        self._orphans: Dict[int, float] = {}
+        self._marks: Set[bytes] = set()  # of these
         self._look_at = self._grace_s = 0.0
         self._may_begin, self._is_ending, self._is_leaving = True, False, False
-        self._is_full = False  # until something that runs has ended
 
     def serve(self) -> None:
         """Serve until the actor is gone, or the driver lets this host leave."""
@@ -136,12 +134,13 @@ class HostProcess:
         writing = select.POLLOUT if self._channel.unsent else 0
         poll.register(self._channel.fileno(), select.POLLIN | writing)
         fds = [wake, *(element.fd for element in self._running if not self._channel.is_full)]
-        fds += [self._fork_server.fileno()] if self._fork_server is not None else []
+        if self._fork_server is not None:
+            fds.append(self._fork_server.fileno())
         for fd in fds:
             if fd is not None:
                 poll.register(fd, select.POLLIN)
-        is_busy = self._is_ending or bool(self._orphans.pids)
-        is_busy = is_busy or any(element.is_ending for element in self._running)
+        ending = [element for element in self._running if element.is_ending]
+        is_busy = self._is_ending or self._orphans or ending
         return {fd for fd, _ in poll.poll(1000 * (ROUND_S if is_busy else _LOOK_S))}
 
     # ------------------------------------------------------------------ orders
@@ -218,18 +217,9 @@ class HostProcess:
             else:
                 once = ["python", _PROGRAM, "once", self._elements, json.dumps(message)]
                 element.start(*place.command(once, env))
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            self._refused(element, str(error.strerror))
-
-    def _refused(self, element: RunningElement, reason: str) -> None:
-        """Let an element wait for which the node has no room."""
-        self._unstarted(element)
-        self._is_full = True
-        if self._may_begin and not self._running:
+        except BlockingIOError as error:
             name = socket.gethostname()
-            self._cannot_begin(f"node {name} has no room for another process: {reason}")
+            self._cannot_begin(f"node {name} has no room for another process: {error}")
 
     def _result_of(self, element: RunningElement) -> str:
         """The file in which an element leaves its result."""
@@ -243,11 +233,21 @@ class HostProcess:
             if element.fd in ready:
                 self._report_text(element, element.read())
         self._reap()
-        self._end_what_is_over(monotonic())
+        now = monotonic()
+        over = [element for element in self._running if element.code is not None]
+        if over or now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self.end_orphans(now)
+        for element in over:
+            # An element has ended when what it has left has. A fork shows the environment of the
+            # fork server as long as it has started no other program.
+            if not self._marks & {mark_of(element.lease), b""}:
+                self._running.remove(element)
+                self._ended(element)
+        for element in self._running:
+            element.kill_late(now)
         # Last: what has ended has made room, and nothing else would wake the loop.
         while self._may_begin and self._waiting and self._slots:
-            if self._is_full and self._running:
-                break
             if self._fork_server is not None and not self._fork_server.is_free:
                 break
             self._start(*self._waiting.popleft())
@@ -281,14 +281,19 @@ class HostProcess:
         server = self._fork_server
         if server is not None:
             # After that: what has ended has said before that it begins.
-            for element, reason in server.hear():
-                self._refused(element, reason)
+            server.hear()
             if server.obstacles:
                 self._channel.report("obstacles", obstacles=server.obstacles)
                 self._stop_forking()
             elif server.pid in codes:
                 for element in server.died():
-                    self._unstarted(element)
+                    self._running.remove(element)
+                    self._slots.append(element.slot)
+                    element.close()
+                    if element.is_ending:
+                        self._report_end(_cancelled(element.lease))
+                    else:
+                        self._waiting.appendleft((element.lease, element.line))
                 if self._may_begin and (words := server.restart(codes[server.pid])):
                     self._cannot_begin(words)
                 if not self._may_begin:
@@ -297,34 +302,37 @@ class HostProcess:
             if element.pid in codes and element.code is None:
                 element.ended(codes[element.pid])
 
-    def _unstarted(self, element: RunningElement) -> None:
-        """Let an element wait again that no process has begun."""
-        self._running.remove(element)
-        self._slots.append(element.slot)
-        element.close()
-        if element.is_ending:
-            self._report_end(_cancelled(element.lease))
-        else:
-            self._waiting.appendleft((element.lease, element.line))
+    def end_orphans(self, now: float) -> None:
+        """Find processes of elements whose first one has ended, and end them at the second look.
 
-    def _end_what_is_over(self, now: float) -> None:
-        over = [element for element in self._running if element.code is not None]
-        if over or now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            active = [element for element in self._running if element.code is None]
-            server = self._fork_server.pid if self._fork_server is not None else None
-            self._orphans.look(active, server, now, self._grace_s)
-        for element in over:
-            if not self._orphans.has(element.lease):  # it has ended when what it has left has
-                self._running.remove(element)
-                self._ended(element)
-        for element in self._running:
-            element.kill_late(now)
+        At one look it may be a running element's: during an execve no process shows its mark.
+        """
+        running = [element for element in self._running if element.code is None]
+        active = {mark_of(element.lease) for element in running}
+        groups = {element.pid for element in running}
+        if self._fork_server is not None:
+            groups.add(self._fork_server.pid)
+        found: Dict[int, bytes] = {}
+        for pid in _children():
+            if pid not in groups:  # the first processes are most of them
+                with suppress(OSError):  # it has ended, or is another user's
+                    mark = _mark_in_environment(pid)
+                    if mark not in active and os.getpgid(pid) not in groups:
+                        found[pid] = mark
+        self._marks = set(found.values())
+        before, self._orphans = self._orphans, dict.fromkeys(found, math.inf)
+        for pid in [pid for top in found if top in before for pid in (top, *descendants(top))]:
+            kill_at = before.get(pid, math.inf)
+            if kill_at == math.inf:
+                kill_at = now + self._grace_s
+                kill(pid, signal.SIGTERM)
+            elif now >= kill_at:
+                kill(pid, signal.SIGKILL)
+            self._orphans[pid] = kill_at
 
     def _ended(self, element: RunningElement) -> None:
         self._report_text(element, element.close())
         self._slots.append(element.slot)
-        self._is_full = False
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
         with suppress(OSError, ValueError), open(self._result_of(element)) as file:
             os.remove(file.name)
@@ -346,12 +354,7 @@ def slots_of(count: int, gpus: float) -> List[Dict[str, str]]:
     if not gpus or devices == [""]:
         return [{} for _ in range(count)]
     each = int(gpus)
-    shares = (
-        devices[slot * each : (slot + 1) * each]
-        if each
-        else [devices[int(slot * gpus + 1e-6) % len(devices)]]
-        for slot in range(count)
-    )
+    shares = (devices[slot * each : (slot + 1) * each] or devices for slot in range(count))
     return [{_VISIBLE: ",".join(share)} for share in shares]
 
 
@@ -370,7 +373,7 @@ class RunningElement:
         self.code: Optional[int] = None
         self.seconds = 0.0
         self._reason = ""  # why it could not be started
-        self._kill_at: Optional[float] = None
+        self._kill_at = math.inf
         self._began = monotonic()
         self._lines = Lines()
         self._passed_on = 0
@@ -386,14 +389,14 @@ class RunningElement:
         """Start its command; one that cannot be started has ended.
 
         Raises:
-            OSError: the node has no room for another process.
+            BlockingIOError: the node has no room for another process.
         """
         write_end = self.pipe()
         try:
             self.pid = _start(words, env, cwd, write_end)
+        except BlockingIOError:
+            raise
         except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) in _NO_ROOM:
-                raise
             self.ended(*explain_start(words, env, cwd, error))
         finally:
             os.close(write_end)
@@ -416,15 +419,11 @@ class RunningElement:
         """The part of its output that is passed on with this; no data is the output's end."""
         text = self._lines.take(data)
         self._last = text.rstrip().rpartition("\n")[2].strip() or self._last
-        remaining = OUTPUT_MAX - self._passed_on
+        is_over = self._passed_on > OUTPUT_MAX
         self._passed_on += len(text)
-        if len(text) <= remaining:
+        if self._passed_on <= OUTPUT_MAX:
             return text
-        if remaining < 0:
-            return ""
-        text = text[:remaining]
-        line_end = "" if text[-1:] in ("", "\n") else "\n"
-        return f"{text}{line_end}nemo_run_ray: no more of its output is passed on\n"
+        return "" if is_over else "nemo_run_ray: no more of its output is passed on\n"
 
     def close(self) -> str:
         """Read what is there; the last lines."""
@@ -445,23 +444,23 @@ class RunningElement:
     @property
     def is_ending(self) -> bool:
         """Whether it is being ended, or has ended and is not reported yet."""
-        return self._kill_at is not None or self.code is not None
+        return self._kill_at < math.inf or self.code is not None
 
     def end_by(self, kill_at: float) -> None:
         """Send SIGTERM, now or when its process is known; it is killed at ``kill_at``."""
-        if self._kill_at is None:
+        if self._kill_at == math.inf:
             self._kill_at = kill_at
             self._signal(signal.SIGTERM)
 
     def has_begun(self, pid: int) -> None:
         """Note the process of a fork."""
         self.pid = pid
-        if self._kill_at is not None:
+        if self._kill_at < math.inf:
             self._signal(signal.SIGTERM)
 
     def kill_late(self, now: float) -> None:
         """Kill it when its time is over."""
-        if self.code is None and self._kill_at is not None and now >= self._kill_at:
+        if self.code is None and now >= self._kill_at:
             self._signal(signal.SIGKILL)
 
     def why(self) -> str:
@@ -516,8 +515,8 @@ class ForkServer:
             socket.send_fds(self._channel, [data], [write_end])
         os.close(write_end)
 
-    def hear(self) -> Iterator[Tuple[RunningElement, str]]:
-        """Note what the server and its forks say; an element without room, and the reason."""
+    def hear(self) -> None:
+        """Note what the server and its forks say."""
         while True:
             try:
                 data = self._channel.recv(PACKET_MAX)
@@ -530,13 +529,9 @@ class ForkServer:
             message = json.loads(data)
             if message["at"] == "ready":
                 self._is_ready, self.obstacles = True, message["obstacles"]
-            elif message["key"] not in self._asked:
-                continue  # it has begun, and was killed at once
-            elif message["at"] == "begun":
+            else:
                 self._false_starts = 0
                 self._asked.pop(message["key"]).has_begun(message["pid"])
-            else:
-                yield self._asked.pop(message["key"]), message["reason"]
 
     def died(self) -> List[RunningElement]:
         """The elements that a process that was collected has not begun, the last one first.
@@ -544,11 +539,10 @@ class ForkServer:
         None of them begins any more; those that have begun continue.
         """
         self._channel.shutdown(socket.SHUT_RD)  # no fork begins that cannot say so
-        unstarted = [element for element, _ in self.hear()]
-        unstarted = [*unstarted, *self._asked.values()][::-1]
-        self._asked.clear()
+        self.hear()
         self._channel.close()
-        return unstarted
+        unstarted, self._asked = self._asked, {}
+        return list(unstarted.values())[::-1]
 
     def restart(self, code: int) -> str:
         """Start another process in the place of one that has died with an exit code.
@@ -560,10 +554,7 @@ class ForkServer:
         if not (code > 128 or self._is_ready) or self._false_starts > _FALSE_STARTS_MAX:
             with open(self._log, encoding="utf-8", errors="replace") as file:
                 return file.read()[-4000:].strip() or f"its process ended with exit code {code}"
-        try:
-            self._start()
-        except OSError as error:
-            return f"its process cannot be started again: {error}"
+        self._start()
         return ""
 
     def stop(self) -> None:
@@ -587,52 +578,6 @@ def _start(words: Sequence[str], env: Env, cwd: str, output: int, fds: Sequence[
     )
     process.returncode = 0  # the host's loop collects it; the object must not
     return process.pid
-
-
-class Orphans:
-    """Processes that this host has adopted from elements; they end when the element is over.
-
-    Attributes:
-        pids: when each is killed; infinity until it has SIGTERM.
-    """
-
-    def __init__(self) -> None:
-        self.pids: Dict[int, float] = {}
-        self._marks: Set[bytes] = set()
-
-    def has(self, lease: Lease) -> bool:
-        """Whether the last look has found one of this element, or one that may be.
-
-        A fork shows the environment of the fork server as long as it has started no other program.
-        """
-        return bool(self._marks & {mark_of(lease), b""})
-
-    def look(
-        self, running: Sequence[RunningElement], server: Optional[int], now: float, grace_s: float
-    ) -> None:
-        """Find those of elements whose first process has ended, and end them at the second look.
-
-        At one look it may be a running element's: during an execve no process shows its mark.
-        """
-        active = {mark_of(element.lease) for element in running}
-        groups = {server, *(element.pid for element in running)}
-        found: Dict[int, bytes] = {}
-        for pid in _children():
-            if pid not in groups:  # the first processes are most of them
-                with suppress(OSError):  # it has ended, or is another user's
-                    mark = _mark_in_environment(pid)
-                    if mark not in active and os.getpgid(pid) not in groups:
-                        found[pid] = mark
-        self._marks = set(found.values())
-        before, self.pids = self.pids, dict.fromkeys(found, float("inf"))
-        for pid in [pid for top in found if top in before for pid in (top, *descendants(top))]:
-            kill_at = before.get(pid, float("inf"))
-            if kill_at == float("inf"):
-                kill_at = now + grace_s
-                kill(pid, signal.SIGTERM)
-            elif now >= kill_at:
-                kill(pid, signal.SIGKILL)
-            self.pids[pid] = kill_at
 
 
 def _children() -> List[int]:

@@ -2,10 +2,10 @@
 
 When a host has died, another process on its node ends what it has left and prints its notes::
 
-    {"sweep": [[number, tag, run_dir], ...], "forget": [run_dir, ...]}  on standard input
+    {"sweep": [[number, tag, run_dir], ...]}                            on standard input
     {"swept": [[number, ended, begun], ...], "remaining": "process 7"}  on standard output
 
-It removes notes when the driver has written down what they say.
+It removes the notes in ``{"forget": [run_dir, ...]}``: the driver has written down what they say.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from time import monotonic
 from typing import Any, List, Sequence, Set, Tuple
 
 from ..files import open_own
-from ..node.rundir import RunDir, run_dirs
+from ..node.rundir import RunDir
 from ..node.supervise import ROUND_S, SUPERVISOR_TAG, TAG, is_watchdog, kill, marked
 
 #: Seconds until it is said that a process does not end.
@@ -34,8 +33,7 @@ class Notes:
     """The notes of one host, in a file beside its run directory, which must be there."""
 
     def __init__(self, run_dir: str) -> None:
-        path = _path_in(run_dirs(tempfile.gettempdir()), run_dir)
-        self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._fd = open_own(_path_of(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def add(self, row: Sequence[Any]) -> None:
         """Note that an element is about to begin (index, attempt), or how it has ended."""
@@ -47,8 +45,7 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
     """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
     ended: List[List[Any]] = []
     begun: List[List[int]] = []
-    path = _path_in(_folder_of(run_dir), run_dir)
-    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+    with suppress(FileNotFoundError), open(_path_of(run_dir), encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError):  # a full disk, or the host's death, has torn it
                 row = json.loads(line)
@@ -60,31 +57,23 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
 def forget(run_dir: str) -> None:
     """Remove the notes of a host."""
     with suppress(FileNotFoundError):
-        os.remove(_path_in(_folder_of(run_dir), run_dir))
+        os.remove(_path_of(run_dir))
 
 
-def _folder_of(run_dir: str) -> str:
-    """The folder of a host's notes and run directory. Python passes over one that is full now."""
-    given = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
-    places = [one for one in (*given, "/tmp", "/var/tmp", "/usr/tmp") if os.access(one, os.X_OK)]
-    folders = list(map(run_dirs, places))
-    return next((one for one in folders if os.path.exists(_path_in(one, run_dir))), folders[0])
-
-
-def _path_in(folder: str, run_dir: str) -> str:
-    return f"{folder}/{run_dir}.notes"
+def _path_of(run_dir: str) -> str:
+    return f"{RunDir(run_dir).root}.notes"
 
 
 def main(argv: Sequence[str]) -> None:
     """Sweep, as the module's text says."""
     request = json.load(sys.stdin)
-    for run_dir in request["forget"]:
+    for run_dir in request.get("forget", ()):
         forget(run_dir)
-    remaining = _end_all([tag for _, tag, _ in request["sweep"]])
-    swept = []
-    for number, _, run_dir in [] if remaining else request["sweep"]:
+    rows, swept = request.get("sweep", ()), []
+    remaining = _end_all([tag for _, tag, _ in rows])
+    for number, _, run_dir in () if remaining else rows:
         swept.append([number, *read_notes(run_dir)])
-        RunDir(run_dir, base=_folder_of(run_dir)).remove()
+        RunDir(run_dir).remove()
     print(json.dumps({"swept": swept, "remaining": remaining}))
 
 

@@ -131,8 +131,8 @@ class GroupDriver:
     def _turn(self) -> None:
         now, replicas = monotonic(), self._group.replicas.values()
         for handle in [one.handle for one in replicas]:
-            if handle.end_by is not None and now >= handle.end_by:
-                handle.end_by = None
+            if now >= handle.end_by:
+                handle.end_by = math.inf
                 # The node is away, or the kernel holds the processes.
                 self._happened(lost(handle, "it did not end when told to, and was given up"))
         if self._group.phase is Phase.PREPARING and now >= self._watch_at:
@@ -377,7 +377,7 @@ def event_of(handle: ReplicaHandle, report: Json) -> Event | None:
     elif kind == "waiting":
         say(f"{who} is {words}")
     elif kind == "exited":
-        handle.end_by = None
+        handle.end_by = math.inf
         say(f"{who} on {handle.node.host} ended: {words}")
     return Event(Kind(kind), handle.replica_id, words, report.get("code", 0))
 

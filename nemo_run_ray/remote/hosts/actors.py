@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -20,11 +21,9 @@ import sys
 import tarfile
 import tempfile
 import time
-import zlib
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .. import FOLDER
 from ..fit import Amounts, Node
@@ -68,6 +67,7 @@ class ReplicaHandle:
         dead: the actor's worker is gone.
         seen: number of reports that were taken.
         orders: number of orders that were given.
+        end_by: when it is given up.
     """
 
     replica_id: ReplicaId
@@ -81,7 +81,7 @@ class ReplicaHandle:
     seen: int = 0
     orders: int = 0
     ports: Dict[str, int] = field(default_factory=dict)
-    end_by: Optional[float] = None
+    end_by: float = math.inf
 
 
 class Actors:
@@ -99,12 +99,10 @@ class Actors:
 
     def __init__(self, job: str, secrets: Mapping[str, str]) -> None:
         self._job, self._secrets = job, secrets
-        self._config = os.environ.get(JOB_CONFIG, "")
         # The actors need nothing of the job's runtime environment.
-        with suppress(KeyError, ValueError, AttributeError):  # slower, but right
-            config = json.loads(self._config)
-            config.pop("runtime_env")
-            os.environ[JOB_CONFIG] = json.dumps(config)
+        self._config: Json = json.loads(os.environ.get(JOB_CONFIG, "{}"))
+        self._runtime_env = self._config.pop("runtime_env", {})
+        os.environ[JOB_CONFIG] = json.dumps(self._config)
         try:
             import ray
         except ImportError as error:
@@ -135,12 +133,11 @@ class Actors:
 
         The replica's process runs the program, a module of this package.
         """
-        code = []
+        code: Any = b""
         if replica.role.task.has_code:
             folder = code_of(replica.role)
-            if folder not in self._codes:
-                self._codes[folder] = self.ray.put(tar(folder))
-            code = [key_of(folder), self._codes[folder]]
+            code = self._codes.get(folder) or self.ray.put(tar(folder))
+            self._codes[folder] = code
         others = dict(resources)  # but those for which Ray has options of their own
         replica.actor = self._class.options(
             num_cpus=others.pop("CPU", 0),
@@ -151,7 +148,7 @@ class Actors:
             max_task_retries=-1,  # while its node is away; what is sent is numbered
             runtime_env=replica.role.runtime_env or None,
             scheduling_strategy=strategy,
-        ).remote((replica.tag, replica.run_dir, program), self.package, *code)
+        ).remote((replica.tag, replica.run_dir, program), self.package, code)
         self.pull(replica)
 
     def prepare_order(self, replica: ReplicaHandle) -> Json:
@@ -160,20 +157,17 @@ class Actors:
         given = {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
         # A role that is a Ray program gets its own code and this package, but of what was sent with
         # the job neither the code of other roles nor the archive of secrets.
-        with suppress(KeyError, ValueError, TypeError):  # a Ray that says it otherwise
-            config = json.loads(self._config)
-            runtime_env = config["runtime_env"]
-            runtime_env["py_modules"] = runtime_env["py_modules"][:1]
-            if role.name in _archives():
-                runtime_env["working_dir"] = f"gcs://{_archives()[role.name]}"
-            given[JOB_CONFIG] = json.dumps(config)
+        runtime_env = {**self._runtime_env}
+        runtime_env["py_modules"] = runtime_env.get("py_modules", [])[:1]
+        if role.name in _archives():
+            runtime_env["working_dir"] = f"gcs://{_archives()[role.name]}"
+        given[JOB_CONFIG] = json.dumps({**self._config, "runtime_env": runtime_env})
         return {
             "do": "prepare",
             "role": to_json(role),
             "index": replica.replica_id[1],
             "job": self._job,
             "run_dir": replica.run_dir,
-            "code": key_of(code_of(role)) if role.task.has_code else "",
             "address": replica.node.address,
             "tag": replica.tag,
             "given": given,
@@ -182,7 +176,7 @@ class Actors:
 
     def order(self, replica: ReplicaHandle, order: Json) -> None:
         """Give a replica an order; nothing is answered to it."""
-        replica.actor.order.remote(replica.orders, dict(order))
+        replica.actor.order.remote(replica.orders, order)
         replica.orders += 1
 
     def pull(self, replica: ReplicaHandle) -> None:
@@ -267,11 +261,6 @@ def code_of(role: RoleSpec) -> str:
     raise FileNotFoundError(f"the code {archive} of the role {role.name} is not on this node")
 
 
-def key_of(folder: str) -> str:
-    """Name of a code folder on the replicas' nodes."""
-    return f"code-{zlib.crc32(folder.encode()):08x}"
-
-
 def _archives() -> Mapping[str, str]:
     archives: Mapping[str, str] = json.loads(os.environ.get(CODE, "{}"))
     return archives
@@ -299,15 +288,13 @@ def sent_by_value() -> Tuple[Any, Any]:
             archive.extractall(folder)
 
     class ReplicaActor:
-        def __init__(
-            self, place: Tuple[str, str, str], package: bytes, name: str = "", code: bytes = b""
-        ) -> None:
+        def __init__(self, place: Tuple[str, str, str], package: bytes, code: bytes) -> None:
             import ray
 
             self._node = ray.get_runtime_context().get_node_id()
             folder = tempfile.mkdtemp(prefix="nemo_run_ray_")
             try:
-                for kind, data in (("package", package), (name, code)):
+                for kind, data in (("package", package), ("code", code)):
                     if data:
                         unpack(data, f"{folder}/{kind}")
                 sys.path.append(f"{folder}/package")

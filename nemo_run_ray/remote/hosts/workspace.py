@@ -40,7 +40,7 @@ class Workspace:
             OSError, ValueError: this node cannot host the replica; the message says why.
         """
         order, role, run_dir = self._order, self.role, self._run_dir
-        code = os.path.join(folder, order["code"]) if role.task.has_code else None
+        code = f"{folder}/code" if role.task.has_code else None
         run_dir.create(f"{os.path.dirname(FOLDER)}/{JOBS}", order["job"], code)
         # The worker's environment without the variables about the worker alone.
         given = {name: value for name, value in os.environ.items() if name not in _OF_WORKER}

@@ -13,7 +13,7 @@ from nemo_run_ray.remote.array import driver as driver_module
 from nemo_run_ray.remote.array.driver import ArrayDriver, Host
 from nemo_run_ray.remote.array.elements import HostRecord, Leases
 from nemo_run_ray.remote.fit import Node
-from nemo_run_ray.remote.hosts.actors import ReplicaHandle, Reports
+from nemo_run_ray.remote.hosts.actors import ReplicaHandle
 from nemo_run_ray.remote.spec import ArraySpec, JobSpec, RoleSpec
 
 ID = "e_1.array"
@@ -22,7 +22,7 @@ ROLE = RoleSpec("element", JobSpec(("true",)), resources={"CPU": 1.0})
 
 def close(leases: Leases) -> None:
     """Let another driver have the journal."""
-    leases._elements._file.close()
+    leases._file.close()
     for file in (leases._journal, leases._results):
         os.close(file.fd)
 
@@ -75,19 +75,16 @@ class Starts:
     def free(self) -> dict[str, dict[str, float]]:
         return {node: {"CPU": 2.0} for node in self.ray.alive if node not in self.ray.busy}
 
-    def start(self, record: HostRecord, node: Node, slots: int) -> tuple[Host, dict[str, Any]]:
+    def start(self, record: HostRecord, node: Node, slots: int) -> Host:
         place = ("element", record.number), ROLE, node, record.tag, record.run_dir
-        return Host(*place, actor=SimpleNamespace(), slots=slots), {"do": "prepare"}
+        return Host(*place, actor=SimpleNamespace(), slots=slots)
 
-    def sweep(self, node_id: str, records: list[HostRecord]) -> str:
+    def sweep(self, node_id: str, records: list[HostRecord]) -> dict[str, Any] | None:
         self.sweeps[node_id] = [record.number for record in records]
-        return node_id
+        return self.answers.pop(node_id, None)
 
     def forget(self, node_id: str, run_dirs: list[str]) -> None:
         self.forgotten.extend(run_dirs)
-
-    def swept(self, node_id: str) -> dict[str, Any] | None:
-        return self.answers.pop(node_id, None)
 
 
 class Cluster:
@@ -114,12 +111,13 @@ class Cluster:
         return [host for host in self.driver.hosts.values() if host.node.node_id == node]
 
     def held(self, host: Host) -> dict[int, int]:
-        return self.leases.held(host.number)
+        return self.leases.progress.held[host.number]
 
     def tells(self, teller: Host, *reports: dict[str, Any], **report: Any) -> None:
         """Let a host report something, or several things at once."""
         teller.answers = True
-        self.driver.hear(teller, [*reports, *([report] if report else [])])
+        for one in [*reports, *([report] if report else [])]:
+            self.driver.hear(teller, one)
 
     def ready(self, *hosts: Host) -> None:
         for host in hosts:
@@ -181,7 +179,7 @@ class Drive:
         assert self.seconds < 600, "it does not end"
         self.later.pop(self.seconds, lambda: None)()
 
-    def _answers(self) -> Iterator[tuple[ReplicaHandle, Reports]]:
+    def _answers(self) -> Iterator[tuple[ReplicaHandle, list[dict[str, Any]]]]:
         self._pass()
         told, self.cluster.actors.orders[:] = list(self.cluster.actors.orders), []
         for number, order in told:

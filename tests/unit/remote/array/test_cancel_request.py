@@ -16,7 +16,7 @@ from tests.unit.remote.array.pools import ID
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> str:
-    monkeypatch.setattr(cancel_request, "log_folder", lambda _: str(tmp_path))
+    monkeypatch.setattr(cancel_request, "log_folder", lambda: str(tmp_path))
     return str(tmp_path)
 
 

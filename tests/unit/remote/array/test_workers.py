@@ -14,7 +14,6 @@ from nemo_run_ray.remote.array import host as host_module
 from nemo_run_ray.remote.array.host import (
     ForkServer,
     HostProcess,
-    Orphans,
     RunningElement,
     slots_of,
 )
@@ -28,7 +27,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
         ("4,5,6,7", 4, 1.0, ["4", "5", "6", "7"]),
         ("4,5,6,7", 2, 2.0, ["4,5", "6,7"]),
         ("GPU-a", 4, 0.25, ["GPU-a"] * 4),
-        ("3", 3, 0.3, ["3"] * 3),
         ("0,1", 1, 0.0, [None]),
         ("", 1, 1.0, [None]),
     ],
@@ -113,7 +111,7 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed():
         os.close(element.fd)
 
 
-def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
+def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(host, monkeypatch):
     """As during an execve."""
     marked, none = host_module.mark_of((0, 1)), b""
     marks = iter([none, marked, none, none])
@@ -122,10 +120,10 @@ def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(monkeypatch):
     monkeypatch.setattr(host_module, "_mark_in_environment", lambda pid: next(marks))
     monkeypatch.setattr(host_module, "descendants", lambda pid: [])
     monkeypatch.setattr(host_module, "kill", lambda *words: sent.append(words))
-    orphans, element = Orphans(), RunningElement((0, 1), {}, {})
+    running(host, 0)
     for number in range(3):
-        orphans.look([element], None, float(number), 1.0)
+        host.end_orphans(float(number))
         assert sent == []
-        assert bool(orphans.pids) is (number != 1), "what may be one is looked at again soon"
-    orphans.look([element], None, 3.0, 1.0)
+        assert bool(host._orphans) is (number != 1), "what may be one is looked at again soon"
+    host.end_orphans(3.0)
     assert sent == [(os.getpid(), signal.SIGTERM)]
