@@ -91,13 +91,11 @@ def check(
         message = "The job table did not answer in time, which would show that it takes them."
         yield CheckRow("credentials", UNKNOWN, message, "Try again later; it may be long.")
     else:
-        known = "it knows {} job(s), {} of them pending or running".format(*look.jobs)
-        yield CheckRow("credentials", OK, f"It takes them, and {known}.")
-    labels = {f"label {one.key}={one.value}": one for one in preflight.required_labels}
-    totals = {f"total {name}": name for name in sorted(preflight.min_resources)}
+        message = "It takes them, and it knows {} job(s), {} of them pending or running."
+        yield CheckRow("credentials", OK, message.format(*look.jobs))
     if preflight.only_required and asks is not None:  # `doctor` looks at all
         asks = {}
-        if not labels and not totals:
+        if not preflight.required_labels and not preflight.min_resources:
             return
     else:
         asks = pool_asks(document) if asks is None else asks
@@ -110,78 +108,67 @@ def check(
                 f"The cluster runs Ray {look.version}; label selectors need 2.54 or newer.",
                 "Upgrade it, or reserve a custom resource of the nodes (resources_per_node).",
             )
-        head, here = ".".join(look.python.split(".")[:2]), "{}.{}".format(*sys.version_info)
-        if not head:
+        here = "{}.{}".format(*sys.version_info)
+        if not look.python:
             yield CheckRow("Python", UNKNOWN, "The cluster does not tell its version of Python.")
-        elif head == here:
-            yield CheckRow("Python", OK, f"The head and this client have Python {head}.")
+        elif version_of(look.python) == version_of(here):
+            yield CheckRow("Python", OK, f"The head and this client have Python {here}.")
         else:
             yield CheckRow(
                 "Python",
                 WARNING,
-                f"The head has Python {head}, this client {here}; a run.Partial is made by one and "
-                "run by the other.",
+                f"The head has Python {look.python}, this client {here}; a run.Partial is made by "
+                "one and run by the other.",
                 "Use the same minor version on both sides, or name one: RayExecutor(python=…).",
             )
     if nodes is None:
-        state = BROKEN if preflight.strict else UNKNOWN
-        message = "The cluster does not tell: its state API is closed or did not answer in time."
-        yield CheckRow("nodes", state, message, _OPEN_IT)
-        for name in (*labels, *totals, *asks):
-            yield CheckRow(name, state, "It is not known: see the line about nodes.")
+        yield CheckRow(
+            "nodes",
+            BROKEN if preflight.strict else UNKNOWN,
+            "The cluster does not tell: its state API is closed or did not answer in time. So "
+            "labels, totals and room are not known either.",
+            _OPEN_IT,
+        )
         return
     total = Counter[str]()
     for node in nodes:
         total.update(node.resources)
-    if not nodes:
-        yield CheckRow("nodes", BROKEN, "No node lives.", "Look at the cluster's dashboard.")
-    else:
-        message = f"{len(nodes)} node(s) live, with {amounts_text(total)} in all."
-        yield CheckRow("nodes", OK, message)
-    for name, label in labels.items():
-        if count := len(labelled({label.key: label.value}, nodes)):
-            yield CheckRow(name, OK, f"{count} of {len(nodes)} node(s) have it.")
-        else:
-            step = "Start a node with it: ray start --labels=…"
-            yield CheckRow(name, BROKEN, "No node has it.", step)
-    for name, resource in totals.items():
-        least = preflight.min_resources[resource]
+    yield CheckRow("nodes", OK, f"{len(nodes)} node(s) live, with {amounts_text(total)} in all.")
+    for label in preflight.required_labels:
+        name = f"label {label.key}={label.value}"
+        count = len(labelled({label.key: label.value}, nodes))
+        step = "" if count else "Start a node with it: ray start --labels=…"
+        message = f"{count} of {len(nodes)} node(s) have it."
+        yield CheckRow(name, OK if count else BROKEN, message, step)
+    for resource, least in sorted(preflight.min_resources.items()):
         has, wanted = amount_text(resource, total[resource]), amount_text(resource, least)
         message = f"The cluster has {has} in all; wanted are {wanted}."
-        if fits({resource: least}, total):
-            yield CheckRow(name, OK, message)
-        else:
-            step = "Add nodes, or lower preflight.min_resources."
-            yield CheckRow(name, BROKEN, message, step)
+        is_enough = fits({resource: least}, total)
+        step = "" if is_enough else "Add nodes, or lower preflight.min_resources."
+        yield CheckRow(f"total {resource}", OK if is_enough else BROKEN, message, step)
     for name, ask in asks.items():
         pool = file.pools.get(name.removeprefix("pool "))
+        able = hosts(ask, nodes)
+        now = sum(not scarce(ask, node) for node in able)
+        message = f"One replica asks for {ask}; {len(able)} node(s) can take it, {now} of them now."
         if pool and pool.address and pool.address != file.cluster.address:
             message = f"Its nodes belong to {pool.address}, which was not looked at."
             yield CheckRow(name, UNKNOWN, message, f"nemo-run-ray doctor --address {pool.address}")
+        elif not able:
+            yield CheckRow(
+                name,
+                BROKEN,
+                f"One replica asks for {ask}; no node can ever take it: {why_not(ask, nodes)}.",
+                "Ask for what nodes of this cluster have, or add such a node. Where nodes are "
+                "started on demand, launch with preflight=False.",
+            )
+        elif now:
+            yield CheckRow(name, OK, message)
+        elif any(node.free is None for node in nodes):
+            yield CheckRow(name, UNKNOWN, f"{message} What is free is not told.", _OPEN_IT)
         else:
-            yield _room(name, ask, nodes)
-
-
-def _room(name: str, ask: ResourceRequest, nodes: Sequence[Node]) -> CheckRow:
-    """Whether one replica can ever be placed, and whether it can now."""
-    asks = f"One replica asks for {ask}"
-    if never := why_not(ask, nodes):
-        return CheckRow(
-            name,
-            BROKEN,
-            f"{asks}; no node can ever take it: {never}.",
-            "Ask for what nodes of this cluster have, or add such a node. Where nodes are started "
-            "on demand, launch with preflight=False.",
-        )
-    can = hosts(ask, nodes)
-    now = sum(not scarce(ask, node) for node in can)
-    message = f"{asks}; {len(can)} node(s) can take it, {now} of them now."
-    if now:
-        return CheckRow(name, OK, message)
-    if any(node.free is None for node in nodes):
-        return CheckRow(name, UNKNOWN, f"{message} What is free is not told.", _OPEN_IT)
-    step = "It will wait; `nemo-run-ray status` says who holds the room."
-    return CheckRow(name, WARNING, message, step)
+            step = "It will wait; `nemo-run-ray status` says who holds the room."
+            yield CheckRow(name, WARNING, message, step)
 
 
 def pool_asks(document: Document) -> dict[str, ResourceRequest]:
@@ -239,23 +226,21 @@ def sample(name: str, address: str | None, nodes: Sequence[Node]) -> str:
         nodes: those that live there.
     """
     cluster = _LOCAL if address is None else f"  address: {json.dumps(address)}"
-    by_labels: dict[tuple[tuple[str, str], ...], list[Node]] = {}
+    by_labels: dict[str, list[Node]] = {}
     for node in nodes:  # a pool for every set of labels that their owner gave
-        own = [label for label in node.labels.items() if not label[0].startswith("ray.io/")]
+        labels = node.labels.items()
+        own = {key: text for key, text in sorted(labels) if not key.startswith("ray.io/")}
         if own:
-            by_labels.setdefault(tuple(sorted(own)), []).append(node)
+            by_labels.setdefault(json.dumps(own), []).append(node)
     pools: dict[str, str] = {}
-    for labels, members in sorted(by_labels.items()):
-        texts = "-".join(text for _, text in labels)
+    for selector, members in sorted(by_labels.items()):
+        texts = "-".join(json.loads(selector).values())
         pool = re.sub(r"[^A-Za-z0-9_.-]+", "-", texts).strip("-") or "pool"
         while pool in pools:
             pool += "-2"
-        most = Counter[str]()
-        for node in members:
-            most |= Counter(node.resources)
         pools[pool] = (
-            f"  # {len(members)} node(s), each with up to {amounts_text(most)}\n"
-            f"  {json.dumps(pool)}:\n    label_selector: {json.dumps(dict(labels))}\n"
+            f"  # {len(members)} node(s), one with {amounts_text(members[0].resources)}\n"
+            f"  {json.dumps(pool)}:\n    label_selector: {selector}\n"
         )
     text = "".join(["pools:\n", *pools.values()]) if pools else _NO_POOLS
     return _HEAD.format(name=json.dumps(name), cluster=cluster, pools=text)

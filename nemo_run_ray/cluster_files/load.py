@@ -19,7 +19,8 @@ import os
 import re
 import string
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from pydantic import BaseModel, ValidationError
 from nemo_run_ray.cluster_files import schema
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.errors import ConfigError, NoClusterFile
-from nemo_run_ray.fields import credentials_in, is_credential_name, meant, nearest
+from nemo_run_ray.fields import credentials_in, is_credential_name, meant
 from nemo_run_ray.remote.files import why_untrusted
 from nemo_run_ray.remote.spec import Json
 
@@ -44,9 +45,10 @@ KeyPath = tuple[str | int, ...]
 FORMAT = "cluster file"
 #: Name of the files that hold profiles.
 PROFILES_FILE = "env.toml"
-#: Modules that read other projects' files, imported when they are needed. Each has ``matches``,
-#: ``names_ray`` and ``read``; the first one also has ``find`` and ``profiles``.
-_READERS = ("nemo_run_ray.integrations.nemotron", "nemo_run_ray.integrations.skills.reader")
+#: Modules that read other projects' files, imported when they are needed. Each has ``names_ray``
+#: and ``read``; that of profiles has ``find`` and ``profiles``, the other one ``matches``.
+_OF_PROFILES = "nemo_run_ray.integrations.nemotron"
+_OF_FILES = "nemo_run_ray.integrations.skills.reader"
 _SUFFIXES = (".yaml", ".yml", ".toml")
 #: The model of each section, by the key in front of it.
 _SECTIONS: dict[str | int, type[BaseModel]] = {
@@ -80,7 +82,6 @@ class Document:
         sources: ``file:line`` of each value of YAML, and in a foreign file its key there.
         format: whose format the file has, in words.
         ignored: keys that were left out.
-        name: by which it was asked for.
         file: the values, checked.
     """
 
@@ -88,14 +89,14 @@ class Document:
     values: Json
     sources: dict[KeyPath, str] = field(default_factory=dict)
     format: str = FORMAT
-    ignored: tuple[Ignored, ...] = ()
-    name: str = ""
+    ignored: list[Ignored] = field(default_factory=list)
     file: ClusterFile = field(default_factory=ClusterFile)
 
     def where(self, *path: str | int) -> str:
         """The source of a value, or of the nearest one above it that has one."""
-        above = (path[:length] for length in range(len(path), 0, -1))
-        return next((self.sources[key] for key in above if key in self.sources), str(self.path))
+        if not path:
+            return str(self.path)
+        return self.sources.get(path) or self.where(*path[:-1])
 
     def refuse(self, path: KeyPath, problem: str) -> ConfigError:
         """The error for a key: file, line (of YAML), key, then what is wrong and was expected."""
@@ -118,13 +119,12 @@ def load(name: str) -> Document:
     """
     path, profile = find(name)
     document = read(path)
-    reader = _reader_of(document, profile)
-    if reader is not None:
+    if reader := _reader_of(document, profile):
         document = reader.read(document, profile, os.environ)
     else:
         document = replace(document, values=_filled(document.values, (), document))
     try:
-        document = replace(document, name=name, file=ClusterFile.model_validate(document.values))
+        document = replace(document, file=ClusterFile.model_validate(document.values))
     except ValidationError as error:
         problems = []
         for problem in error.errors():
@@ -137,17 +137,17 @@ def load(name: str) -> Document:
     return document
 
 
-def is_for_others(path: Path, profile: str | None) -> str:
+def is_for_others(path: Path, profile: str) -> str:
     """The format of another project's file that is for another executor; empty for all others."""
     document = read(path)
     reader = _reader_of(document, profile)
-    return reader.FORMAT if reader is not None and not reader.names_ray(document, profile) else ""
+    return reader.FORMAT if reader and not reader.names_ray(document, profile) else ""
 
 
-def _reader_of(document: Document, profile: str | None) -> Any:
+def _reader_of(document: Document, profile: str) -> Any:
     """The reader of another project's file; ``None`` for one of ours."""
-    readers: Iterator[Any] = map(importlib.import_module, _READERS)
-    return next((reader for reader in readers if reader.matches(document, profile)), None)
+    reader = importlib.import_module(_OF_PROFILES if profile else _OF_FILES)
+    return reader if profile or reader.matches(document) else None
 
 
 # ---------------------------------------------------------------------- a file as plain values
@@ -162,8 +162,7 @@ def read(path: Path) -> Document:
         ConfigError: it cannot be read, another user may write to it, it is no YAML or TOML, names a
             key twice, or holds no table.
     """
-    why = why_untrusted(str(path))
-    if why:
+    if why := why_untrusted(str(path)):
         raise ConfigError(f"The cluster file {path} is not safe to use. {why}")
     lines: dict[KeyPath, int] = {}
     try:
@@ -176,35 +175,29 @@ def read(path: Path) -> Document:
             _note_lines(node, (), lines)
             values = loader.construct_document(node) if node else None
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "it is not UTF-8")
-        raise ConfigError(f"The cluster file {path} cannot be read: {reason}.") from error
+        raise ConfigError(f"The cluster file {path} cannot be read: {error}.") from error
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{where}: {getattr(error, 'problem', error)}.") from error
     if not isinstance(values, dict) or not values:  # one that is being written is empty
-        found = f"a {type(values).__name__}" if values else "nothing"
         raise ConfigError(
-            f"The cluster file {path} holds {found}; expected keys with values, such as `cluster:`."
+            f"The cluster file {path} holds no keys with values; expected at least `cluster:`."
         )
     return Document(path, values, {key: f"{path}:{line}" for key, line in lines.items()})
 
 
 def _note_lines(node: yaml.Node | None, path: KeyPath, lines: dict[KeyPath, int]) -> None:
-    """Note the line of every key of YAML below a node, and refuse a key that is given twice."""
-    below: list[tuple[str | int, yaml.Node, yaml.Node]] = []
-    if isinstance(node, yaml.MappingNode):
-        below = [(str(key.value), key, value) for key, value in node.value if key.value != "<<"]
-        for _, key, _ in below:
-            key.tag = "tag:yaml.org,2002:str"  # YAML reads `on` and `1` as no texts
-    elif isinstance(node, yaml.SequenceNode):
-        below = [(number, value, value) for number, value in enumerate(node.value)]
-    for name, key, value in below:
-        place, line = (*path, name), key.start_mark.line + 1
+    """Note the line of every key of YAML below a node, and refuse a key that is given twice.
+
+    A list is one value.
+    """
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        place = (*path, str(key.value))
         if place in lines:
             problem = f"{dotted(place)} is given twice, first in line {lines[place]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-        lines[place] = line
+        lines[place] = key.start_mark.line + 1
         _note_lines(value, place, lines)
 
 
@@ -213,13 +206,12 @@ def _note_lines(node: yaml.Node | None, path: KeyPath, lines: dict[KeyPath, int]
 
 def _filled(value: Any, path: KeyPath, document: Document) -> Any:
     """A value of a file of ours with the variables filled in."""
-    if path[:2] == ("cluster", "headers"):  # saved as it is and filled at every connection
-        return value
     if isinstance(value, dict):
         return {key: _filled(inner, (*path, key), document) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(inner, (*path, number), document) for number, inner in enumerate(value)]
-    if not isinstance(value, str):
+        return [_filled(inner, path, document) for inner in value]
+    # Headers are saved as they are, and filled at every connection.
+    if not isinstance(value, str) or path[:2] == ("cluster", "headers"):
         return value
     credentials = [*filter(is_credential_name, re.findall(r"\$\{?(\w+)", value))]
     if credentials:
@@ -244,18 +236,15 @@ def _problem(error: Any, path: KeyPath) -> str:
     if error["type"] == "extra_forbidden":
         models = (_SECTIONS[key] for key in reversed(path[:-1]) if key in _SECTIONS)
         return f"this key is not known; {meant(path[-1], next(models, ClusterFile).model_fields)}"
-    if error["type"] == "missing":
-        return "this key is missing."
-    if error["type"] == "model_type":
-        return f"expected keys with values; {found}"
-    return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
+    texts = {"missing": "this key is missing.", "model_type": f"expected keys with values; {found}"}
+    return texts.get(error["type"], f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}")
 
 
 def _check(document: Document) -> None:
     """Check the keys that belong together, and that no credential stands in the file."""
     file = document.file
-    cluster = file.cluster
-    named = [kind for kind in ("address", "local", "slurm") if getattr(cluster, kind) is not None]
+    kinds = ("address", "local", "slurm")
+    named = [kind for kind in kinds if getattr(file.cluster, kind) is not None]
     if len(named) > 1:
         raise document.refuse(("cluster",), f"names {' and '.join(named)}; expected one of them.")
     if not named and not (file.pools and all(pool.address for pool in file.pools.values())):
@@ -265,14 +254,10 @@ def _check(document: Document) -> None:
             "env.toml), `local: {}` for the embedded Ray of this machine, or `slurm:` with an "
             "account and a job_dir.",
         )
-    for name in ("token_variable", "headers"):
-        if named and cluster.address is None and getattr(cluster, name):
-            problem = f"a Ray by {named[0]!r} has a token of its own and no proxy; leave it out."
-            raise document.refuse(("cluster", name), problem)
-    for number, pattern in enumerate(file.env.forward):
+    for pattern in file.env.forward:
         if not re.fullmatch(r"[A-Za-z_][\w*?\[\]!-]*", pattern):
             problem = f"{pattern!r} may be your whole environment; expected NAME or NAME_*."
-            raise document.refuse(("env", "forward", number), problem)
+            raise document.refuse(("env", "forward"), problem)
     for path, value in leaves(document.values):
         is_variable = path[-2:-1] in (("env_vars",), ("set",))
         if is_variable and credentials_in({str(path[-1]): value}):
@@ -286,11 +271,11 @@ def _check(document: Document) -> None:
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Every value of a file that is no table, with its key's path; a list is one value."""
-    if not isinstance(value, dict) or not value:
+    if isinstance(value, dict) and value:
+        for key, below in value.items():
+            yield from leaves(below, (*path, key))
+    else:
         yield path, value
-        return
-    for key, below in value.items():
-        yield from leaves(below, (*path, key))
 
 
 # ---------------------------------------------------------------------- values of variables
@@ -304,13 +289,13 @@ def variables_of(document: Document) -> tuple[dict[str, str], list[str]]:
     """
     env, secrets = document.file.env, list(document.file.secrets)
     needed = [*env.required, *secrets]
-    forwarded: list[str] = []
+    names = [*needed]
     for pattern in env.forward:
-        forwarded += sorted(fnmatch.filter(os.environ, pattern)) or [pattern]
+        names += sorted(fnmatch.filter(os.environ, pattern)) or [pattern]
     clear, missing = {}, []
-    for name in [*needed, *forwarded]:
-        places = env.value_from.get(name, ())
-        value = value_of(name, places)
+    for name in names:
+        places = places_of(name, env.value_from)
+        value = value_of(places)
         if value is None:
             missing += [name] if name in needed else []
         elif any(map(is_credential_name, [name, *places])):
@@ -325,38 +310,29 @@ def variables_of(document: Document) -> tuple[dict[str, str], list[str]]:
     return {**clear, **env.set}, secrets
 
 
-def value_of(name: str, places: Sequence[str] = ()) -> str | None:
-    """The value of a variable; ``None`` where no place has one.
-
-    Args:
-        name: of the variable.
-        places: variables, and files where there is a ``/``: the first that exists has the value.
-            Without any, those of ``usual_places``.
+def value_of(places: Sequence[str]) -> str | None:
+    """The value of a variable: of the first that exists of some variables, and of some files, whose
+    paths have a ``/``.
     """
-    for place in places or usual_places(name):
-        if os.sep not in place:
-            value = os.environ.get(place)
-        else:
-            try:
-                value = Path(place).expanduser().read_text(encoding="utf-8").strip() or None
-            except (OSError, ValueError):  # nobody has logged in
-                value = None
-        if value is not None:
-            return value
+    for place in places:
+        with suppress(KeyError, OSError, ValueError):  # it is not set, or nobody has logged in
+            if os.sep not in place:
+                return os.environ[place]
+            if text := Path(place).expanduser().read_text("utf-8").strip():
+                return text
     return None
 
 
-def usual_places(name: str) -> list[str]:
-    """Places of a variable's value for which a cluster file names no other ones.
+def places_of(name: str, value_from: Mapping[str, list[str]]) -> list[str]:
+    """The places of a variable's value: those that a cluster file names, or else the variable.
 
-    It is the variable of that name; then for ``HF_TOKEN`` the file of ``huggingface-cli login``,
-    and for ``NGC_API_KEY`` the variable ``NVIDIA_API_KEY``, as NeMo-Skills does.
+    For ``HF_TOKEN`` the file of ``huggingface-cli login`` is the next, and for ``NGC_API_KEY`` the
+    variable ``NVIDIA_API_KEY``, as NeMo-Skills does.
     """
-    if name == "HF_TOKEN":
-        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
-        return [name, os.environ.get("HF_TOKEN_PATH") or f"{home}/token"]
-    return [name, "NVIDIA_API_KEY"] if name == "NGC_API_KEY" else [name]
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{cache}/huggingface")
+    others = {"HF_TOKEN": [f"{home}/token"], "NGC_API_KEY": ["NVIDIA_API_KEY"]}
+    return value_from.get(name) or [name, *others.get(name, ())]
 
 
 # ---------------------------------------------------------------------- which file
@@ -364,14 +340,13 @@ def usual_places(name: str) -> list[str]:
 
 def folders() -> list[Path]:
     """The folders in which a name is looked for, those that exist."""
-    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     candidates = [
         os.environ.get("NEMO_RUN_RAY_CONFIG_DIR"),
         "cluster_configs",
-        f"{home}/nemo_run_ray",
+        f"{os.environ.get('XDG_CONFIG_HOME') or '~/.config'}/nemo_run_ray",
         os.environ.get("NEMO_SKILLS_CONFIG_DIR"),
     ]
-    absolute = dict.fromkeys(Path(folder).absolute() for folder in candidates if folder)
+    absolute = dict.fromkeys(Path(name).expanduser().absolute() for name in candidates if name)
     return [folder for folder in absolute if folder.is_dir()]
 
 
@@ -383,8 +358,8 @@ def files() -> Iterator[Path]:
                 yield path
 
 
-def find(name: str) -> tuple[Path, str | None]:
-    """The file of a name, and its profile if it is an env.toml. The first of several is taken.
+def find(name: str) -> tuple[Path, str]:
+    """The file of a name, and the profile if it is an env.toml's. The first of several is taken.
 
     Args:
         name: a path, a file's name without its suffix, or a profile's name.
@@ -399,20 +374,19 @@ def find(name: str) -> tuple[Path, str | None]:
             raise ConfigError(f"There is no cluster file {str(path)!r} (from {Path.cwd()}).")
         if path.name == PROFILES_FILE and not profile:
             raise ConfigError(f"{path} has profiles; name one of them: {path}:<profile>.")
-        return path.absolute(), profile or None
+        return path.absolute(), profile
     known = {path.stem: path for path in reversed([*files()])}
     if name in known:
-        return known[name], None
+        return known[name], ""
     with_profiles, profiles = profiles_here()
-    if with_profiles is not None and name in profiles:
+    if with_profiles and name in profiles:
         return with_profiles, name
-    like = nearest(name, [*known, *profiles])
-    hint = f" Did you mean {like!r}?" if like else ""
     where = ", ".join(map(str, folders())) or "no folder (./cluster_configs does not exist)"
     raise NoClusterFile(
-        f"There is no cluster file of the name {name!r}.{hint} Looked for {name}.yaml, .yml and "
-        f".toml in {where}. `nemo-run-ray clusters` lists all; `nemo-run-ray init` writes one. For "
-        "a cluster's address give RayExecutor(address=…)."
+        f"There is no cluster file of the name {name!r}; {meant(name, [*known, *profiles])} Looked "
+        f"for {name}.yaml, .yml and .toml in {where}. `nemo-run-ray clusters` lists all; "
+        "`nemo-run-ray init` writes one. For a cluster's address give RayExecutor(address=…). If "
+        "the code names none, the name is that in the variable NEMO_RUN_RAY_CLUSTER."
     )
 
 
@@ -420,10 +394,8 @@ def profiles_here() -> tuple[Path | None, list[str]]:
     """The env.toml of the current folder, and its profiles.
 
     Raises:
-        ConfigError: it cannot be read, or is not there, and a variable names it.
+        ConfigError: it cannot be read.
     """
-    nemotron = importlib.import_module(_READERS[0])
+    nemotron = importlib.import_module(_OF_PROFILES)
     path = nemotron.find(Path.cwd(), os.environ)
-    if path is not None and not path.is_file():
-        raise ConfigError(f"The variable NEMOTRON_ENV_FILE names {path}, which is no file.")
-    return path, [] if path is None else nemotron.profiles(read(path))
+    return path, nemotron.profiles(read(path)) if path else []

@@ -24,7 +24,7 @@ from nemo_run_ray.cluster_files.load import (
     find,
     is_for_others,
     load,
-    usual_places,
+    places_of,
     variables_of,
 )
 from nemo_run_ray.cluster_files.schema import ClusterFile, SlurmPart
@@ -44,12 +44,11 @@ _NO_DEFAULTS = (
     *("experiment_id", "experiment_dir", "job_dir", "_launcher_setup"),
 )
 _DEFAULTS = [field.name for field in fields(RayExecutor) if field.name not in _NO_DEFAULTS]
-#: Fields of a SlurmCluster, and keys that a SlurmExecutor takes otherwise.
+#: Fields of an SSHTunnel, of a SlurmCluster, and keys that a SlurmExecutor takes otherwise.
+_LOGIN = {"host", "user", "port", "identity"}
 _OF_CLUSTER = {"nodes", "walltime", "keep", "idle_timeout_s", "renew", "queue_timeout_s"}
-_NOT_SLURMS = {
-    *_OF_CLUSTER,
-    *("host", "user", "port", "identity", "name", "job_dir", "sbatch", "sidecars"),
-}
+_NOT_SLURMS = {*_LOGIN, *_OF_CLUSTER, "name", "job_dir", "sbatch", "sidecars"}
+_log_once = functools.cache(CONSOLE.log)
 
 
 def resolve(executor: RayExecutor) -> RayExecutor:
@@ -71,28 +70,21 @@ def resolve(executor: RayExecutor) -> RayExecutor:
     try:
         if name is not None and not (is_default and is_for_others(*find(name))):
             document = load(name)
-    except NoClusterFile as error:
-        if executor.cluster is not None:
-            raise
+    except NoClusterFile:
         if not is_default:
-            raise NoClusterFile(
-                f"{error} The name comes from the variable {FILE_VARIABLES[0]}."
-            ) from error
+            raise
     if document is None:
-        for field in ("pool", "image"):
-            if getattr(executor, field) is not None:
-                raise ConfigError(
-                    f"RayExecutor.{field} is {getattr(executor, field)!r}, and no cluster file is "
-                    "named in which it could be found. Give cluster='<name of the file>', or set "
-                    f"{FILE_VARIABLES[0]}."
-                )
+        if executor.pool or executor.image:
+            raise ConfigError(
+                f"RayExecutor has pool={executor.pool!r} and image={executor.image!r}, and no "
+                "cluster file is named in which they could be found. Give cluster='<name of the "
+                f"file>', or set {FILE_VARIABLES[0]}."
+            )
         return executor
     if document.ignored:
         keys = ", ".join(ignored.key for ignored in document.ignored)
-        _log_once(
-            f"{document.path} ({document.format}): not used on Ray are {keys}. "
-            f"`nemo-run-ray clusters {name}` says why."
-        )
+        message = f"{document.path} ({document.format}): not used on Ray are {keys}. "
+        _log_once(as_markup(f"{message}`nemo-run-ray clusters {name}` says why."))
     values = values_of(executor, document)
     # A name that the code has as a variable, or as a secret, is not the other too.
     clear, secrets = variables_of(document)
@@ -109,23 +101,17 @@ def resolve(executor: RayExecutor) -> RayExecutor:
         setattr(found, field, value)
     found.cluster = cluster_of(document, executor.pool)
     found.address = found.pool = found.image = None
-    places = document.file.env.value_from
     found.secret_places = {
-        name: places.get(name) or usual_places(name)
+        name: places_of(name, document.file.env.value_from)
         for name in found.secrets
         if name not in executor.secrets
     }
-    found.resolved_from = document.name
+    found.resolved_from = str(name)
     try:
         found.check()
     except ConfigError as error:
         raise ConfigError(f"With the cluster file {document.path}: {error}") from error
     return found
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    CONSOLE.log(as_markup(text))
 
 
 def cluster_of(document: Document, pool: str | None = None) -> Cluster:
@@ -135,45 +121,32 @@ def cluster_of(document: Document, pool: str | None = None) -> Cluster:
         ConfigError: an address, a header or a token is wrong.
     """
     part = document.file.cluster
-    address = part.address
-    if pool is not None and document.file.pools[pool].address is not None:
-        address = document.file.pools[pool].address
+    address = (document.file.pools[pool].address if pool else None) or part.address
     headers = dict(part.headers)
     if part.token_variable is not None:
-        if any(name.lower() == "authorization" for name in headers):
-            problem = "there is a header Authorization too; expected one of them."
-            raise document.refuse(("cluster", "token_variable"), problem)
         # Saved as it is, and filled from the environment at every connection.
         headers["Authorization"] = f"Bearer ${{{part.token_variable}}}"
     verify = part.verify
     if isinstance(verify, str):
-        verify = _beside(document.path, verify)
+        verify = str(document.path.parent / Path(verify).expanduser())
     try:
         if address is not None:
             return ExistingCluster(address, headers=headers, verify=verify)
         if part.slurm is not None:
             return _slurm_cluster(part.slurm, document.path)
-        return LocalCluster(**part.local.model_dump() if part.local is not None else {})
+        return LocalCluster(**part.local.model_dump() if part.local else {})
     except ConfigError as error:
         raise document.refuse(("cluster",), str(error)) from error
 
 
-def _beside(path: Path, name: str) -> str:
-    return str(path.parent / Path(name).expanduser())
-
-
 def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
-    tunnel: run.LocalTunnel | run.SSHTunnel = run.LocalTunnel(job_dir=part.job_dir)
-    login = (part.host, part.user, part.port, part.identity)
-    if part.host is not None and part.user is not None:
-        tunnel = run.SSHTunnel(
-            job_dir=part.job_dir,
-            host=part.host,
-            user=part.user,
-            port=part.port,
-            identity=None if part.identity is None else _beside(path, part.identity),
-        )
-    elif any(value is not None for value in login):
+    tunnel: Any = run.LocalTunnel(job_dir=part.job_dir)
+    login = part.model_dump(include=_LOGIN, exclude_none=True)
+    if part.identity:
+        login["identity"] = str(path.parent / Path(part.identity).expanduser())
+    if part.host and part.user:
+        tunnel = run.SSHTunnel(job_dir=part.job_dir, **login)
+    elif login:
         raise ConfigError(
             "a login needs `host` and `user`; add both, or leave them, `port` and `identity` out "
             "to use Slurm's commands of this machine."
@@ -181,17 +154,21 @@ def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
     executor = run.SlurmExecutor(
         **part.model_dump(exclude=_NOT_SLURMS, exclude_none=True),
         ntasks_per_node=1,
-        additional_parameters=dict(part.sbatch) or None,
+        additional_parameters=part.sbatch or None,
         tunnel=tunnel,
     )
-    sidecars = []
-    for one in part.sidecars:
-        ready = None if one.port is None else PortProbe(one.port)
-        sidecars.append(Sidecar(one.name, one.command, everywhere=one.everywhere, ready=ready))
     return SlurmCluster(
         executor=executor,
-        name=part.name if part.name is not None else path.stem,
-        sidecars=sidecars,
+        name=part.name or path.stem,
+        sidecars=[
+            Sidecar(
+                one.name,
+                one.command,
+                everywhere=one.everywhere,
+                ready=None if one.port is None else PortProbe(one.port),
+            )
+            for one in part.sidecars
+        ],
         **part.model_dump(include=_OF_CLUSTER),
     )
 
@@ -214,8 +191,7 @@ def values_of(executor: RayExecutor, document: Document) -> Json:
     of_file = fields_of(document)
     of_pool = {} if executor.pool is None else fields_of(document, executor.pool)
     images = [executor.image, of_pool.pop("image", None), of_file.pop("image", None)]
-    image = next((image for image in images if image is not None), None)
-    below = [_of_image(image, document), of_file, of_pool]
+    below = [_of_image(next(filter(None, images), None), document), of_file, of_pool]
     plain = RayExecutor()
     values: Json = {}
     for name in _DEFAULTS:
@@ -256,10 +232,11 @@ def fields_of(document: Document, pool: str | None = None) -> Json:
     values = {}
     for name, value in given.items():
         try:
-            if name in _NO_DEFAULTS:
-                raise ConfigError("a task, or another section of this file, gives this field.")
             if name not in _DEFAULTS:
-                raise ConfigError(f"this is no field of RayExecutor; {meant(name, _DEFAULTS)}")
+                raise ConfigError(
+                    "this is no field of RayExecutor that this section can give; "
+                    f"{meant(name, _DEFAULTS)}"
+                )
             values[name] = _packager(value) if name == "packager" else value
             RayExecutor(**{name: values[name]})
             if name == "image":
@@ -314,15 +291,11 @@ def labels_of(image: str, file: ClusterFile) -> dict[str, str]:
     """
     full = file.images.get(image, image)
     labels = file.image_labels
-    for key in (image, full):
+    alike = (key for key in labels if fnmatchcase(full, file.images.get(key, key)))
+    for key in (image, full, *alike):
         if key in labels:
             return labels[key]
-    for key, entry in labels.items():
-        if fnmatchcase(full, file.images.get(key, key)):
-            return entry
-    return {file.image_label_key: label_value(full)} if file.image_label_key and full else {}
-
-
-def label_value(image: str) -> str:
-    """An image as the value of a label: ``nvcr.io/a/b:1`` is ``nvcr.io-a-b-1``."""
-    return re.sub(r"[^a-z0-9_.]+", "-", image.lower()).strip("-._") or "unknown"
+    if not file.image_label_key:
+        return {}
+    value = re.sub(r"[^a-z0-9_.]+", "-", full.lower()).strip("-._")
+    return {file.image_label_key: value or "unknown"}  # nvcr.io/a/b:1 is nvcr.io-a-b-1

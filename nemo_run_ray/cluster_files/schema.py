@@ -67,7 +67,7 @@ class SlurmPart(_Part):
     """File of your private key."""
     name: str | None = None
     """Who names the same shares one; default: the file's name."""
-    nodes: Annotated[int, Field(ge=1)] = 1
+    nodes: int = 1
     """Nodes of the allocation."""
     walltime: str | None = None
     """Its time limit: `04:00:00`."""
@@ -87,7 +87,7 @@ class SlurmPart(_Part):
     """Folders in the container."""
     setup_lines: str | None = None
     """Shell lines before Ray starts."""
-    env_vars: dict[str, str] = {}
+    env_vars: _Texts = {}
     """Variables of the script and of Ray, written as they are."""
     sbatch: dict[str, str | int | bool] = {}
     """Further options of sbatch, by name."""

@@ -34,6 +34,7 @@ from nemo_run_ray import remote
 from nemo_run_ray.dashboard.http import UPLOAD_MAX_BYTES
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ArchiveTooLarge, ConfigError, NemoRunRayError, PackagingFailed
+from nemo_run_ray.ids import safe_id
 from nemo_run_ray.plan.job import REMOTE_PACKAGE, JobPlan
 from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, SECRETS, SPEC
 from nemo_run_ray.remote.spec import JobSpec, to_json
@@ -200,7 +201,7 @@ def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Pa
     """The specs, configs and scripts of an experiment's jobs."""
     entries = [Entry(f"{JOBS}/__main__.py", main)] if main.exists() else []
     for planned in sorted(plans, key=lambda plan: plan.job):
-        prefix = f"{JOBS}/{planned.spec_name}"
+        prefix = f"{JOBS}/{safe_id(planned.job)}"
         entries.append(Entry(f"{prefix}/{SPEC}", to_json(planned.spec).encode()))
         for kind in ("configs", "scripts"):
             folder = job_dirs[planned.job] / kind
@@ -217,7 +218,7 @@ def secrets_archive(
     if names:  # most jobs have none, and need no reader of cluster files
         from nemo_run_ray.cluster_files.load import value_of
 
-        values = {name: value_of(name, places.get(name, (name,))) for name in names}
+        values = {name: value_of(places.get(name, (name,))) for name in names}
     for name, value in values.items():
         if value is None:
             raise ConfigError(
@@ -239,7 +240,7 @@ def upload(api: JobsApi, archive: Archive) -> None:
 
 def described(packager: Packager) -> str:
     """Describe for people what a packager sends."""
-    if hasattr(packager, "check_path"):  # a FolderPackager
+    if hasattr(packager, "exclude"):  # a FolderPackager
         return str(packager)
     return f"packed by {type(packager).__name__}"
 

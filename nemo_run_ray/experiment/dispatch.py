@@ -348,7 +348,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: Json) -> str:
     """Start a dispatcher, whether there was one before or not; its submission id."""
     # Few clients start a dispatcher.
     from nemo_run_ray.experiment.archives import secrets_archive
-    from nemo_run_ray.plan.job import dispatcher_entrypoint
+    from nemo_run_ray.plan.job import entrypoint
 
     found = dispatch.look(api, Snapshot(is_fresh=True))
     spec, folder, nonce = dispatch.spec, dispatch.folder, dispatch.spec.nonce
@@ -374,7 +374,10 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: Json) -> str:
     def body(submission_id: str, argument: str) -> Json:
         return {
             "submission_id": submission_id,
-            "entrypoint": dispatcher_entrypoint(start["pythons"], argument, nonce),
+            # Killed by a signal, it is started again. The jobs' Pythons may not be on the head.
+            "entrypoint": entrypoint(
+                None, ["dispatch", argument, nonce], start["pythons"], again="-gt 128"
+            ),
             "runtime_env": {"py_modules": [f"gcs://{one}" for one in packages], "env_vars": {}},
             "metadata": {NONCE_KEY: nonce, "nemo_run_job": DISPATCHER},
         }

@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nemo_run_ray.cluster_files.load import Document, Ignored, KeyPath, dotted
-from nemo_run_ray.fields import nearest
-from nemo_run_ray.remote.spec import Json
+from nemo_run_ray.fields import meant
 
-_T = TypeVar("_T", str, Json, list[Any])
-_EXPECTED = {str: "a text", dict: "keys with values", list: "a list"}
+_T = TypeVar("_T")
 
 
 class Translation:
@@ -21,15 +19,13 @@ class Translation:
 
     Args:
         form: the name of the foreign form.
-        document: the file.
+        document: the file; ``result`` is the one in this package's form.
         reasons: why known keys mean nothing here; a key of it may be several names.
     """
 
     def __init__(self, form: str, document: Document, reasons: Mapping[str, str]) -> None:
-        self.document = replace(document, format=form)
-        self.values: Json = {}
-        self._sources: dict[KeyPath, str] = {}
-        self._ignored: dict[KeyPath, Ignored] = {}
+        self.document = document
+        self.result = replace(document, format=form, values={}, sources={}, ignored=[])
         self._reasons = {name: why for names, why in reasons.items() for name in names.split()}
 
     def get(self, *path: str | int) -> Any:
@@ -42,51 +38,39 @@ class Translation:
         if value is None:
             return kind()
         if not isinstance(value, kind):
-            raise self.document.refuse(
-                path, f"expected {_EXPECTED[kind]}; found a {type(value).__name__}."
-            )
+            problem = f"expected a {kind.__name__}; found a {type(value).__name__}."
+            raise self.document.refuse(path, problem)
         return value
 
-    def put(self, target: KeyPath, value: Any, key: KeyPath) -> None:
+    def put(self, target: tuple[str, ...], value: Any, key: KeyPath) -> None:
         """Set a value of this package's form, which comes from a foreign key."""
-        table = self.values
+        table = self.result.values
         for word in target[:-1]:
-            table = table.setdefault(str(word), {})
-        table[str(target[-1])] = value
-        self._sources[target] = f"{self.document.where(*key)} ({dotted(key)})"
+            table = table.setdefault(word, {})
+        table[target[-1]] = value
+        self.result.sources[target] = f"{self.document.where(*key)} ({dotted(key)})"
 
-    def put_or(self, target: KeyPath, default: Any, key: KeyPath) -> None:
+    def put_or(self, target: tuple[str, ...], default: Any, key: KeyPath) -> None:
         """Set a value of this package's form: that of a foreign key, or its default there."""
         value = self.get(*key)
         self.put(target, default if value is None else value, key)
 
     def append(self, target: tuple[str, ...], value: str, key: KeyPath) -> None:
         """Add an element to a list of this package's form, unless it is there."""
-        elements = at(self.values, target) or []
+        elements = at(self.result.values, target) or []
         if value not in elements:
             self.put(target, [*elements, value], key)
 
     def ignore(self, key: KeyPath, reason: str) -> None:
-        """Leave out a foreign key; the first reason stays."""
-        self._ignored.setdefault(key, Ignored(dotted(key), reason, self.document.where(*key)))
+        """Leave out a foreign key."""
+        self.result.ignored.append(Ignored(dotted(key), reason, self.document.where(*key)))
 
     def ignore_rest(self, table: KeyPath, used: Collection[str]) -> None:
         """Leave out the keys of a table that have a value and were not used."""
         for name, value in self.of(dict, *table).items():
             if value is not None and name not in used:
-                like = nearest(name, [*used, *self._reasons])
-                meant = f"; the nearest known one is {like}" if like else ""
-                unknown = f"The key is not known{meant}."
+                unknown = f"The key is not known; {meant(name, used)}"
                 self.ignore((*table, name), self._reasons.get(name, unknown))
-
-    def done(self) -> Document:
-        """The file in this package's form."""
-        return replace(
-            self.document,
-            values=self.values,
-            sources=self._sources,
-            ignored=tuple(self._ignored.values()),
-        )
 
 
 def at(values: Any, path: KeyPath) -> Any:

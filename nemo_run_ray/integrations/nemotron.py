@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from nemo_run_ray.integrations.foreign import Translation
 from nemo_run_ray.remote.spec import Env
 
 FORMAT = "Nemotron env.toml"
-#: Tables that are no profiles.
-RESERVED = ("wandb", "cli", "cache", "artifacts")
 
 #: The reasons for which keys mean nothing here.
 _IGNORED = {
@@ -45,8 +42,6 @@ _IGNORED = {
 _NUMBERS = ("nodes", "ntasks_per_node", "gpus_per_node")
 _FIELDS = ("container_image", *_NUMBERS, "startup_commands")
 _KEYS = ("executor", "ray_address", "remote_job_dir", *_FIELDS)
-#: Characters of a value that may be in another text by chance.
-_SHORT = 5
 #: A variable of the environment in a text, and a text that is nothing but such variables, each the
 #: default of the one before, and at most an empty default.
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)")
@@ -72,13 +67,9 @@ def find(cwd: Path, environ: Env) -> Path | None:
 
 def profiles(document: Document) -> list[str]:
     """Names of the profiles: all tables but the reserved ones."""
+    reserved = ("wandb", "cli", "cache", "artifacts")
     tables = document.values.items()
-    return [name for name, one in tables if isinstance(one, Mapping) and name not in RESERVED]
-
-
-def matches(document: Document, profile: str | None) -> bool:
-    """Whether it is a profile of an env.toml."""
-    return profile is not None
+    return [name for name, one in tables if isinstance(one, dict) and name not in reserved]
 
 
 def names_ray(document: Document, profile: str) -> bool:
@@ -146,7 +137,7 @@ def read(document: Document, profile: str, environ: Env) -> Document:
         file.put(("env", "set", "HF_HOME"), f"{shared}/hf", ("remote_job_dir",))
     for name, text in file.of(dict, "env_vars").items():
         path = ("env_vars", name)
-        names: list[str] = _VARIABLE.findall(str(text))
+        names = _VARIABLE.findall(str(text))
         only = _ONLY_VARIABLES.fullmatch(str(text))
         secret = next(filter(is_credential_name, [name, *names]), "")
         if secret and only:
@@ -156,8 +147,9 @@ def read(document: Document, profile: str, environ: Env) -> Document:
                 file.put(("env", "value_from", name), names, path)
             continue
         value = resolved(*path)
-        for other, held in environ.items():  # which another key of the file may have brought here
-            if len(held) > _SHORT and held in str(value) and is_credential_name(other):
+        # Another key of the file may have brought it here; a short one may be there by chance.
+        for other, held in environ.items():
+            if len(held) > 5 and held in str(value) and is_credential_name(other):
                 secret = secret or other
         if value is None or (secret and value == ""):
             file.ignore(path, "It has no value.")
@@ -172,7 +164,7 @@ def read(document: Document, profile: str, environ: Env) -> Document:
             text = value if isinstance(value, (dict, list)) else str(value)
             file.put(("env", "set", name), text, path)
     file.ignore_rest((), ("extends", "env_vars", *_KEYS))
-    return file.done()
+    return file.result
 
 
 def _unresolved(document: Document, path: KeyPath, error: Exception) -> ConfigError:

@@ -7,6 +7,7 @@ import stat
 import zipfile
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from nemo_run.core.packaging.base import Packager
@@ -49,7 +50,7 @@ class FolderPackager(Packager):
         ``RayExecutor(address="http://ray-head:8265", packager=FolderPackager("~/recipes"))``
 
     Raises:
-        ConfigError: a field is wrong. Whether the folder is there is checked when a job is planned,
+        ConfigError: a field is wrong. Whether the folder is there is checked when it is packed,
             since a saved experiment may be looked at where it is not.
     """
 
@@ -67,38 +68,27 @@ class FolderPackager(Packager):
     def __str__(self) -> str:
         return f"{'the zip' if self._is_zip else 'the folder'} {self.path}"
 
-    def check_path(self) -> None:
-        """Raise a ``ConfigError`` when there is neither a folder nor a zip of this path."""
-        if not os.path.isdir(self.path) and not self._is_zip:
-            found = "is no zip" if os.path.exists(self.path) else "does not exist"
-            raise ConfigError(
-                f"FolderPackager cannot send {self}: it {found}; expected is a folder or a zip "
-                "file. Nothing was sent."
-            )
-
     def package(self, path: Path, job_dir: str, name: str) -> str:
         """Pack it; equal contents give equal bytes.
 
         Raises:
             ConfigError: there is neither a folder nor a zip.
-            ValueError: there is nothing in it, or a name leads out of it.
             TransportError: a file cannot be read, a link leaves the folder, or it is too large.
         """
         target = os.path.join(job_dir, f"{name}.tar.gz")
         if not os.path.exists(target):
-            self.check_path()
             root = Path(self.path).resolve()
             if self._is_zip:
-                entries = list(self._zipped())
-            else:
+                entries = self._zipped()
+            elif root.is_dir():
                 files, _ = list_files(root, ["."], [*_SKIPPED, *self.exclude])
-                entries = list(read_tree(root, files, str(self)))
-            # Before it is written: what is there already is not packed again.
-            if not entries:
-                raise ValueError("it packed no file")
-            outside = [name for name, _ in entries if ".." in name.split("/")]
-            if outside:
-                raise ValueError(f"{outside[0]!r} leads out of what it packed")
+                entries = read_tree(root, files, str(self))
+            else:
+                found = "is no zip" if root.exists() else "does not exist"
+                raise ConfigError(
+                    f"FolderPackager cannot send {self}: it {found}; expected is a folder or a zip "
+                    "file. Nothing was sent."
+                )
             write_tar_gz(target, entries)
         return target
 
@@ -107,20 +97,20 @@ class FolderPackager(Packager):
         return os.path.isfile(self.path) and zipfile.is_zipfile(self.path)
 
     def _zipped(self) -> Iterator[tuple[str, Entry]]:
-        """The files and links of the zip, by name; of several of one name the last counts."""
+        """The files and links of the zip, by name."""
         with zipfile.ZipFile(self.path) as archive:
-            infos = {
-                info.filename: info
-                for info in archive.infolist()
+            infos = [
+                info
+                for info in sorted(archive.infolist(), key=attrgetter("filename"))
                 if not info.is_dir() and not matches(info.filename, self.exclude)
-            }
-            check_source({name: info.file_size for name, info in infos.items()}, str(self))
-            for name, info in sorted(infos.items()):
+            ]
+            check_source({info.filename: info.file_size for info in infos}, str(self))
+            for info in infos:
                 mode, content = info.external_attr >> 16, archive.read(info)
                 if stat.S_ISLNK(mode):
-                    yield name, Link(os.fsdecode(content))
+                    yield info.filename, Link(os.fsdecode(content))
                 else:
-                    yield name, File(content, bool(mode & stat.S_IXUSR))
+                    yield info.filename, File(content, bool(mode & stat.S_IXUSR))
 
 
 class CodeDir(FolderPackager):

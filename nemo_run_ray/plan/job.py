@@ -49,7 +49,7 @@ REMOTE_PACKAGE = "nemo_run_ray_remote"
 #: Seconds that Ray waits longer than we do before it kills our own process.
 _STOP_MARGIN_S = 10
 #: Starts of a dispatcher, and of an array's driver, by their jobs when they are killed.
-_DISPATCHER_STARTS, _ARRAY_STARTS = 100, 20
+_STARTS = 100
 #: Credentials in the address of a package index.
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
@@ -103,11 +103,6 @@ class JobPlan:
                 "resources_per_node with a custom resource of these nodes."
             )
 
-    @property
-    def spec_name(self) -> str:
-        """Name of the job inside the job archive; equal for equal jobs of other experiments."""
-        return safe_id(self.job)
-
     def tasks(self) -> dict[str, JobSpec]:
         """The tasks, by the names in ``packagers``."""
         if isinstance(self.spec, GroupSpec):
@@ -152,8 +147,8 @@ class JobPlan:
     ) -> DispatchedJobSpec:
         """The job as a dispatcher gets it, with the body of its first attempt's request."""
         executor = self.executor
+        nonce = body["metadata"][NONCE_KEY]
         metadata = {
-            **body["metadata"],
             DISPATCHER_KEY: dispatcher,
             RETRIES_KEY: str(executor.retries),
             PERMANENT_KEY: ",".join(map(str, executor.permanent_exit_codes)),
@@ -161,11 +156,11 @@ class JobPlan:
         return DispatchedJobSpec(
             name=self.job,
             id=self.submission_id,
-            nonce=metadata[NONCE_KEY],
+            nonce=nonce,
             body={
                 **body,
-                "entrypoint": self._entrypoint(SUBMISSION_ID, metadata[NONCE_KEY]),
-                "metadata": metadata,
+                "entrypoint": self._entrypoint(SUBMISSION_ID, nonce),
+                "metadata": body["metadata"] | metadata,
             },
             after=self.after,
             outside=tuple(outside),
@@ -177,11 +172,11 @@ class JobPlan:
         )
 
     def _entrypoint(self, submission_id: str, nonce: str) -> str:
-        arguments = [self.spec_name, submission_id, nonce]
+        arguments = [safe_id(self.job), submission_id, nonce]
         if isinstance(self.spec, ArraySpec):
             # Killed, it is started again, and reads its journal. A stop is for the driver; the
             # shell waits for it.
-            line = entrypoint(self.spec.python, ["array", *arguments], (), "-eq 137", _ARRAY_STARTS)
+            line = entrypoint(self.spec.python, ["array", *arguments], again="-eq 137")
             return f"trap '' TERM; {line}"
         kind = "group" if isinstance(self.spec, GroupSpec) else "task"
         return entrypoint(self.spec.python, [kind, *arguments])
@@ -209,8 +204,11 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         spec = group_spec(app, executor)
         executor.pending_timeout_s = None  # the driver gives up: it knows whether it is placed
     else:
-        why = "but the task is alone: it is for the roles of a group (`experiment.add([…], …)`)."
-        refuse_fields(executor, ("service", "ready"), why)
+        refuse_fields(
+            executor,
+            ("service", "ready"),
+            "but the task is alone: it is for the roles of a group (`experiment.add([…], …)`).",
+        )
         spec = task_spec(app.roles[0], executor)
         macros = {  # the variables behind NeMo-Run's macros
             "NEMO_RUN_HEAD_NODE_IP": "127.0.0.1",
@@ -230,12 +228,12 @@ def plan(app: AppDef, executor: RayExecutor, submission_id: str, job: str) -> Jo
         reservation = {name: amount for name, amount in asked.items() if amount is not None}
         runtime_env = resolve_runtime_env(executor.runtime_env)
     return JobPlan(
-        job=job,
-        submission_id=submission_id,
-        spec=spec,
-        executor=executor,
-        reservation=reservation,
-        runtime_env=runtime_env,
+        job,
+        submission_id,
+        spec,
+        executor,
+        reservation,
+        runtime_env,
         packagers=packagers(app, executor),
         secret_places=joined_places(
             source.secret_places for source in (executor, *executor.resource_group)
@@ -272,8 +270,6 @@ def entrypoint(
     arguments: Sequence[str],
     pythons: Sequence[str] = (),
     again: str = "",
-    starts: int = 1,
-    note: str = "",
 ) -> str:
     """The shell line that Ray runs and shows: the remote half with these arguments.
 
@@ -282,34 +278,19 @@ def entrypoint(
             (one may be the shim of a version manager that has no version), and ``remote/start.py``
             looks for another one if that does not serve.
         arguments: the kind of the job, and what ``remote/__main__.py`` gets behind it.
-        again: a condition for the exit code; while it is fulfilled, the program is started again,
-            after ``note``, up to ``starts`` times.
+        again: a condition for the exit code; while it is fulfilled, the program is started again.
     """
-    found, find = "" if python is None else shlex.quote(python), ""
-    if python is None:
-        found, names = '"$p"', " ".join(map(shlex.quote, [*pythons, "python3", "python"]))
-        find = f'for p in {names}; do {found} -S -c "" 2>/dev/null && break; done; '
-    start = f"{found} -S -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}"
+    names = shlex.join([*pythons, "python3", "python"])
+    find = f'for p in {names}; do "$p" -S -c "" 2>/dev/null && break; done; '
+    if python is not None:
+        find = f"p={shlex.quote(python)}; "
+    start = f'"$p" -S -m {REMOTE_PACKAGE}.start {shlex.join(arguments)}'
     if not again:
         return f"{find}exec {start}"
     return (
-        f"{find}for start in $(seq {starts}); do {start}; code=$?; [ $code {again} ] || break; "
-        f"{note}sleep 1; done; exit $code"
-    )
-
-
-def dispatcher_entrypoint(pythons: Sequence[str], submission_id: str, nonce: str) -> str:
-    """The shell line of a dispatcher: killed by a signal, it is started again.
-
-    The interpreters that the jobs name are tried first; they may not be on the head.
-    """
-    return entrypoint(
-        None,
-        ["dispatch", submission_id, nonce],
-        pythons,
-        "-gt 128",
-        _DISPATCHER_STARTS,
-        'echo "nemo_run_ray| the dispatcher was killed (exit code $code) and is started again"; ',
+        f"{find}for start in $(seq {_STARTS}); do {start}; code=$?; [ $code {again} ] || break; "
+        'echo "nemo_run_ray| it was killed (exit code $code) and is started again"; sleep 1; done; '
+        "exit $code"
     )
 
 
@@ -323,10 +304,12 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
     rows: list[tuple[str, Any]]
     if isinstance(spec, GroupSpec):
         rows = [("strategy", f"{spec.strategy}, all {len(spec.roles)} role(s) at once or none")]
-        for role in spec.roles:
+        owns = planned.executor.resource_group or [planned.executor]
+        for role, own in zip(spec.roles, owns, strict=True):
             kind = "service" if role.service else "primary"
             copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
             rows += [("", ""), ("role", f"{role.name}, {kind}, {copies}"), *_of_role(role)]
+            rows.append(("ready", own.ready))
     elif isinstance(spec, ArraySpec):
         limits |= spec._asdict()
         most = "" if spec.max_failures is None else str(spec.max_failures)
@@ -356,12 +339,6 @@ def _of_role(role: RoleSpec) -> Iterator[tuple[str, Any]]:
     yield "ports", {name: port or "free" for name, port in role.ports.items() if name[0] != "_"}
     yield "restarts", role.restarts
     yield "strategy", role.spread
-    if probe := role.ready:
-        question = {
-            "port": f"port {probe.port} takes connections",
-            "http": f"GET {probe.path} at port {probe.port} gives {probe.status}",
-        }.get(probe.kind, f"exit code 0 of {shlex.join(probe.command)}")
-        yield "ready", f"{question}; every {probe.interval_s:g} s, at most {probe.timeout_s:g} s"
 
 
 def _of_task(task: JobSpec, runtime_env: Json) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import os
 import re
 import shlex
@@ -12,8 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from nemo_run.core.execution.launcher import FaultTolerance, Launcher, Torchrun
+from nemo_run.core.execution.launcher import FaultTolerance, Torchrun
 from nemo_run.core.packaging.base import Packager
 from nemo_run.run.torchx_backend.components import ft_launcher, torchrun
 from torchx.specs import AppDef, Role
@@ -47,12 +47,11 @@ def needs_group_driver(app: AppDef, executor: RayExecutor) -> bool:
     A task in a container does too. Ray combines a container with no archives, which every job has;
     the actors of a group get theirs by the object store.
     """
-    several = executor.ntasks_per_node > 1 and not has_torchrun(executor)
     return bool(
         executor.resource_group
         or len(app.roles) != 1
         or executor.nodes > 1
-        or several
+        or (executor.ntasks_per_node > 1 and not has_torchrun(executor))
         or executor.ports
         or is_container(executor.runtime_env)
     )
@@ -60,15 +59,16 @@ def needs_group_driver(app: AppDef, executor: RayExecutor) -> bool:
 
 def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
     """The task of each process of a role."""
-    for secret in executor.secrets:
-        if secret in role.env:
-            raise ConfigError(
-                f"{role_name(role, executor)}: RayExecutor.secrets names {secret}, which the task, "
-                "or the executor of its group, sets in clear too; leave it out there."
-            )
+    for secret in role.env.keys() & executor.secrets:
+        raise ConfigError(
+            f"{role_name(role, executor)}: RayExecutor.secrets names {secret}, which the task, "
+            "or the executor of its group, sets in clear too; leave it out there."
+        )
     executor.refuse_credentials()
     refuse_credentials(f"The env of the task {role_name(role, executor)}", role.env)
-    argv = argv_of(role, executor)
+    # NeMo-Run's torchrun component quotes its words for a shell; there is none here.
+    words = map(_unquote, role.args) if has_torchrun(executor) else role.args
+    argv = [replace_macros(word, executor) for word in (role.entrypoint, *words)]
     if _RUNNER in argv and argv[-1].startswith(_CONFIGS):
         path = Path(executor.job_dir, "configs", argv[-1].removeprefix(_CONFIGS))
         config = b""
@@ -77,13 +77,12 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
         if OF_MAIN.search(config.decode()):
             check_guard()
     has_code = _code_packager(executor) is not None
+    cluster = executor.resolve_cluster()
     # A container does not have the caller's folder.
-    is_here = executor.resolve_cluster().runs_here and not is_container(executor.runtime_env)
+    is_here = cluster.runs_here and not is_container(executor.runtime_env)
     # ``None`` is what the node's PATH gives: Ray puts the Python of pip, uv or conda first there,
     # and in a container it is that of the image.
-    python = executor.python
-    if python is None and not brings_python(executor.runtime_env):
-        python = executor.resolve_cluster().python
+    own_python = None if brings_python(executor.runtime_env) else cluster.python
     return JobSpec(
         argv=tuple(argv),
         # NeMo-Run has put the variables of the code into role.env; a cluster file may have more.
@@ -91,7 +90,7 @@ def task_spec(role: Role, executor: RayExecutor) -> JobSpec:
             name: replace_macros(variable(name, value), executor)
             for name, value in {**executor.env_vars, **role.env}.items()
         },
-        python=python,
+        python=executor.python or own_python,
         grace_s=executor.grace_s,
         keep_run_dir=executor.keep_run_dir,
         cwd=os.getcwd() if is_here and not has_code else None,
@@ -166,7 +165,7 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
         launched = has_torchrun(own)
         several = own.nodes * own.ntasks_per_node > 1
         spec = one_process(role, own)
-        if several and launched and launcher.rdzv_port == type(launcher)().rdzv_port:
+        if several and launched and launcher.rdzv_port == type(launcher).rdzv_port:
             # NeMo-Run's default is the same for all: two jobs on a node would meet there. Instead
             # comes a port that is free on the node.
             head = "$NEMO_RUN_HEAD_NODE_IP:"
@@ -203,14 +202,9 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
 
 def packagers(app: AppDef, executor: RayExecutor) -> dict[str, Packager]:
     """The packager of every role that ships code, by the role's name."""
-    found = {}
-    for role, own in zip(app.roles, _executors(app, executor), strict=True):
-        packager = _code_packager(own)
-        if packager is not None:
-            if hasattr(packager, "check_path"):  # a FolderPackager
-                packager.check_path()
-            found[role_name(role, own)] = packager
-    return found
+    roles = zip(app.roles, _executors(app, executor), strict=True)
+    found = {role_name(role, own): _code_packager(own) for role, own in roles}
+    return {name: packager for name, packager in found.items() if packager}
 
 
 def _code_packager(executor: RayExecutor) -> Packager | None:
@@ -229,22 +223,14 @@ def _code_packager(executor: RayExecutor) -> Packager | None:
 
 
 def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
-    """An executor for each role; one without code gets the group's packager, set by plug-ins."""
+    """An executor for each role."""
     found: list[RayExecutor] = executor.resource_group or [executor]
     if len(found) != len(app.roles):
         raise ConfigError(
             f"The job {app.name!r} has {len(app.roles)} roles and {len(found)} executor(s); give a "
             "list of tasks to `experiment.add`, and one executor or one for each."
         )
-    if not executor.resource_group or not executor.packager_ships:
-        return found
-    members = []
-    for member in found:
-        if not member.packager_ships:
-            member = copy.copy(member)  # the user's own stays as it is
-            member.packager = executor.packager
-        members.append(member)
-    return members
+    return found
 
 
 def role_name(role: Role, executor: RayExecutor) -> str:
@@ -267,9 +253,9 @@ def one_process(role: Role, executor: RayExecutor) -> RoleSpec:
 def amounts_of(executor: RayExecutor) -> dict[str, float]:
     """The amounts that one replica reserves, by Ray's names."""
     asked = {
-        "CPU": executor.cpus_per_node or 0,
+        "CPU": executor.cpus_per_node,
         "GPU": executor.gpus_per_node,
-        "memory": executor.memory_bytes or 0,
+        "memory": executor.memory_bytes,
         **executor.resources_per_node,
     }
     return {name: amount for name, amount in asked.items() if amount}
@@ -277,8 +263,6 @@ def amounts_of(executor: RayExecutor) -> dict[str, float]:
 
 #: NeMo-Run's program for a function, and the folder of its configuration.
 _RUNNER, _CONFIGS = "nemo_run.core.runners.fdl_runner", "/nemo_run/configs/"
-#: NeMo-Run's macros in a command: ``$$${name}`` is the variable's value, ``${name}`` its name.
-_MACRO = re.compile(r"(\$\$)?\$\{(\w+)\}")
 #: Fields of NeMo-Run's FaultTolerance that its component takes as they are.
 _FAULT_TOLERANCE = (
     *("workload_check_interval", "initial_rank_heartbeat_timeout", "rank_heartbeat_timeout"),
@@ -291,23 +275,11 @@ def has_torchrun(executor: RayExecutor) -> bool:
     return isinstance(executor.get_launcher(), (Torchrun, FaultTolerance))
 
 
-def argv_of(role: Role, executor: RayExecutor) -> list[str]:
-    """The exact words of the command.
-
-    NeMo-Run's torchrun component quotes its words for a shell; there is none here, so each is
-    unquoted again. A word that is not one quoted word stays as it is.
-    """
-    words = role.args
-    if has_torchrun(executor):
-        words = [_unquote(word) for word in words]
-    return [replace_macros(word, executor) for word in (role.entrypoint, *words)]
-
-
 def with_launcher(role: Role, executor: RayExecutor) -> Role:
     """The role under its own launcher: NeMo-Run asks only the group's executor for one."""
-    launcher: Launcher = executor.get_launcher()
-    if not isinstance(launcher, (Torchrun, FaultTolerance)):
+    if not has_torchrun(executor):
         return role
+    launcher: Any = executor.get_launcher()
     options: Json = {
         "script": role.entrypoint,
         "no_python": True,
@@ -328,19 +300,17 @@ def with_launcher(role: Role, executor: RayExecutor) -> Role:
 
 
 def replace_macros(text: str, executor: RayExecutor) -> str:
-    """The text with NeMo-Run's macros replaced, and nothing else: a ``$$`` of the user's stays."""
-    values = vars(executor.macro_values())
+    """The text with NeMo-Run's macros replaced, and nothing else: a ``$$`` of the user's stays.
 
-    def replace_one(match: re.Match[str]) -> str:
-        value, name = match.groups()
-        if name not in values:
-            return match.group()
-        return f"${values[name]}" if value else str(values[name])
-
-    return _MACRO.sub(replace_one, text)
+    ``$$${name}`` is the value of the variable of that macro, ``${name}`` its name.
+    """
+    for name, value in vars(executor.macro_values()).items():
+        text = text.replace(f"$$${{{name}}}", f"${value}").replace(f"${{{name}}}", value)
+    return text
 
 
 def _unquote(word: str) -> str:
+    """A quoted word as it is; what is not one word stays."""
     try:
         parts = shlex.split(word)
     except ValueError:
@@ -354,7 +324,7 @@ _OF_ROLES = (
     *("resources_per_node", "label_selector", "strategy", "runtime_env"),
     *("allow_unknown_runtime_env", "secrets", "role", "service", "ready", "ports"),
     *("pending_timeout_s", "wait_for_nodes", "keep_run_dir", "entrypoint_shell"),
-    *("startup_commands", "python"),
+    *("startup_commands", "python", "packager"),
 )
 
 

@@ -158,24 +158,21 @@ class SkillsExecutor(RayExecutor):
             serving = [role for role in executors if role.is_serving]
             if len(serving) == len(executors):
                 del serving[0]  # there is no client in this task: the server is its purpose
-            lines = []
-            # The first role of each of Slurm's groups.
-            for group, role in {role.het_group: role for role in reversed(executors)}.items():
-                if group is not None:
-                    lines.append(
-                        f'export SLURM_JOB_NODELIST_HET_GROUP_{group}="${_host(role)}S" '
-                        f'SLURM_MASTER_NODE_HET_GROUP_{group}="${_host(role)}"'
-                    )
+            # By the first role of each of Slurm's groups.
+            lines = [
+                f'export SLURM_JOB_NODELIST_HET_GROUP_{group}="${_host(role)}S" '
+                f'SLURM_MASTER_NODE_HET_GROUP_{group}="${_host(role)}"'
+                for group, role in {role.het_group: role for role in reversed(executors)}.items()
+                if group is not None
+            ]
             if lines:  # elsewhere a task may mean Slurm's own
                 lines.append(_SCONTROL)
             for role in executors:
                 role.service = role in serving
                 role.startup_commands = [*role.startup_commands, *lines]
                 if not role.service:
-                    near = [
-                        other for other in serving if other.het_group == role.het_group
-                    ] or serving
-                    role.startup_commands += _of_client(role, near)
+                    near = [other for other in serving if other.het_group == role.het_group]
+                    role.startup_commands += _of_client(role, near or serving)
         merged: Any = super().merge(executors, num_tasks)
         for role in merged.resource_group:
             if not role.service:
@@ -199,8 +196,7 @@ def _get_executor(original: Any, bound: inspect.BoundArguments) -> SkillsExecuto
     exp.REUSE_CODE_EXP.clear()  # it would take the code of an experiment on Ray over a tunnel
     config, role, het_group = call["cluster_config"], call["log_prefix"], None
     is_sandbox = role.startswith(_SANDBOX)
-    clear: dict[str, str] = {}
-    secrets: list[str] = []
+    clear, secrets = {}, []
     # The variables that NeMo-Skills has added to those of the file.
     added = [(kind, e) for kind in _LISTS for e in config[kind] if e not in config[_KEY][kind]]
     for kind, entry in added:
@@ -228,7 +224,7 @@ def _get_executor(original: Any, bound: inspect.BoundArguments) -> SkillsExecuto
     if fields["nodes"] > 1:
         fields["strategy"] = "STRICT_SPREAD"  # as Slurm's nodes are different ones
     is_ray_program = call["with_ray"] or config[_KEY].get("with_ray")
-    if is_ray_program and not is_sandbox and not role.startswith(_SERVER):
+    if is_ray_program and not role.startswith((_SERVER, _SANDBOX)):
         # Its actors get the nodes; what the task itself reserved would be missing for them.
         clear["GPUS_PER_NODE"] = str(fields["gpus_per_node"])
         fields = {"nodes": 1, "cpus_per_node": None}
@@ -292,57 +288,65 @@ def _of_client(role: SkillsExecutor, serving: Sequence[SkillsExecutor]) -> Itera
 _LAST_IS_FOR_RAY: ContextVar[bool] = ContextVar("last_is_for_ray", default=False)
 
 
-def _read_config(original: Any) -> Any:
-    @functools.wraps(original)
-    def wrapper(config_file: Any) -> Any:
-        path = Path(config_file)
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        document = Document(path, values if isinstance(values, dict) else {})
-        is_for_ray = reader.matches(document) and reader.names_ray(document)
-        _LAST_IS_FOR_RAY.set(is_for_ray)
-        if not is_for_ray:
-            return original(config_file)
-        load(str(path))
-        config = {name: v for name, v in values.items() if name not in _DROPPED and v is not None}
-        lists = {kind: list(config.get(kind) or ()) for kind in _LISTS}
-        names = config.get("containers")
-        return {
-            "skip_hf_home_check": True,
-            **config,
-            **lists,
-            "executor": "slurm",
-            "account": "",
-            # With a partition for CPUs, a task that asks for no GPU is not given one.
-            "partition": "",
-            "cpu_partition": "ray",
-            # Every path is the nodes' own.
-            "mounts": _Mounts(["/:/"]),
-            # Two containers may have one image, and nodes of their own: tasks ask for their names.
-            "containers": {name: name for name in names} if names else _NoContainers(),
-            # The file is read again when the task is submitted.
-            _KEY: {"file": str(path.absolute()), **{kind: [*lists[kind]] for kind in _LISTS}},
-        }
+def _around(replacement: Any) -> Any:
+    """The wrapper of a function, which ``replacement`` gets before the arguments of a call."""
 
-    return wrapper
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return wrapper
+
+    return wrap
 
 
 def _on_ray(replacement: Any) -> Any:
-    """Replaces a function for the calls with the dictionary of a file for Ray."""
+    """The wrapper of a function for the calls with the dictionary of a file for Ray."""
 
-    def replacing(original: Any) -> Any:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            bound = inspect.signature(original).bind(*args, **kwargs)
-            if _KEY not in bound.arguments["cluster_config"]:
-                return original(*args, **kwargs)
-            bound.apply_defaults()
-            return replacement(original, bound)
-
-        return wrapper
+    @_around
+    def replacing(original: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        if _KEY not in bound.arguments["cluster_config"]:
+            return original(*args, **kwargs)
+        bound.apply_defaults()
+        return replacement(original, bound)
 
     return replacing
 
 
+@_around
+def _read_config(original: Any, config_file: Any) -> Any:
+    path = Path(config_file)
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    document = Document(path, values if isinstance(values, dict) else {})
+    is_for_ray = reader.matches(document) and reader.names_ray(document)
+    _LAST_IS_FOR_RAY.set(is_for_ray)
+    if not is_for_ray:
+        return original(config_file)
+    load(str(path))
+    config = {name: v for name, v in values.items() if name not in _DROPPED and v is not None}
+    lists = {kind: list(config.get(kind) or ()) for kind in _LISTS}
+    names = config.get("containers")
+    return {
+        "skip_hf_home_check": True,
+        **config,
+        **lists,
+        "executor": "slurm",
+        "account": "",
+        # With a partition for CPUs, a task that asks for no GPU is not given one.
+        "partition": "",
+        "cpu_partition": "ray",
+        # Every path is the nodes' own.
+        "mounts": _Mounts(["/:/"]),
+        # Two containers may have one image, and nodes of their own: tasks ask for their names.
+        "containers": {name: name for name in names} if names else _NoContainers(),
+        # The file is read again when the task is submitted.
+        _KEY: {"file": str(path.absolute()), **copy.deepcopy(lists)},
+    }
+
+
+@_on_ray
 def _add_task(original: Any, bound: inspect.BoundArguments) -> Any:
     call = bound.arguments
     # With `with_ray` NeMo-Skills would mark the task as one for Slurm, and leave out the sandbox.
@@ -352,18 +356,14 @@ def _add_task(original: Any, bound: inspect.BoundArguments) -> Any:
     return original(*bound.args, **bound.kwargs)
 
 
-def _pipeline_run(original: Any) -> Any:
+@_around
+def _pipeline_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``Pipeline.run``, which does the same as ``add_task`` for each of its jobs."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _KEY in self.cluster_config:
-            config = _for_task(self.cluster_config, self.with_ray, self.reuse_code_exp)
-            self = copy.copy(self)
-            self.cluster_config, self.with_ray = config, False
-        return original(self, *args, **kwargs)
-
-    return wrapper
+    if _KEY in self.cluster_config:
+        config = _for_task(self.cluster_config, self.with_ray, self.reuse_code_exp)
+        self = copy.copy(self)
+        self.cluster_config, self.with_ray = config, False
+    return original(self, *args, **kwargs)
 
 
 def _for_task(config: Json, with_ray: bool, reuse_code_exp: Any) -> Json:
@@ -395,31 +395,24 @@ class _RandomPort:
         return _LAST_IS_FOR_RAY.get() or self.of_skills
 
 
-def _should_get_random_port(original: Any) -> Any:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return _RandomPort(original(*args, **kwargs))
-
-    return wrapper
+@_around
+def _should_get_random_port(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _RandomPort(original(*args, **kwargs))
 
 
-def _experiment_add(original: Any) -> Any:
+@_around
+def _experiment_add(
+    original: Any, self: Any, task: Any, executor: Any = None, name: str = "", *args: Any, **kw: Any
+) -> Any:
     """``Experiment.add``, which gets NeMo-Skills' name of a task; there every one is "nemo-run"."""
-
-    @functools.wraps(original)
-    def wrapper(
-        self: Any, task: Any, executor: Any = None, name: str = "", *args: Any, **kwargs: Any
-    ) -> Any:
-        if name == "nemo-run":
-            parts = executor if isinstance(executor, list) else [executor]
-            mine = [part for part in parts if isinstance(part, SkillsExecutor)]
-            if mine:
-                name = min(mine, key=lambda part: part.is_serving).job_name or name
-        return original(self, task, executor, name, *args, **kwargs)
-
-    return wrapper
+    parts = executor if isinstance(executor, list) else [executor]
+    mine = [part for part in parts if isinstance(part, SkillsExecutor)]
+    if mine and name == "nemo-run":
+        name = min(mine, key=lambda part: part.is_serving).job_name or name
+    return original(self, task, executor, name, *args, **kw)
 
 
+@_on_ray
 def _download(original: object, bound: inspect.BoundArguments) -> None:
     """Copy a folder that this machine sees."""
     source = Path(bound.arguments["remote_dir"])
@@ -431,6 +424,7 @@ def _download(original: object, bound: inspect.BoundArguments) -> None:
     shutil.copytree(source, Path(bound.arguments["local_dir"], source.name), dirs_exist_ok=True)
 
 
+@_on_ray
 def _upload(original: object, bound: inspect.BoundArguments) -> None:
     """Copy to a path that this machine sees."""
     shutil.copy(bound.arguments["local_file"], bound.arguments["remote_dir"])
@@ -441,7 +435,7 @@ _WRAPPERS: Json = {
     "read_config": _read_config,
     "should_get_random_port": _should_get_random_port,
     "get_executor": _on_ray(_get_executor),
-    "add_task": _on_ray(_add_task),
-    "cluster_download_dir": _on_ray(_download),
-    "cluster_upload": _on_ray(_upload),
+    "add_task": _add_task,
+    "cluster_download_dir": _download,
+    "cluster_upload": _upload,
 }

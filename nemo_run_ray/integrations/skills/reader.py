@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from nemo_run_ray.cluster_files.load import Document, KeyPath, dotted
+from nemo_run_ray.cluster_files.load import Document, KeyPath
 from nemo_run_ray.cluster_files.schema import ClusterFile
 from nemo_run_ray.fields import is_credential_name
 from nemo_run_ray.integrations.foreign import Translation, at
@@ -27,8 +27,8 @@ _OURS = frozenset(ClusterFile.model_fields) - {"preflight"}
 
 #: The reasons for which keys mean nothing here.
 _IGNORED = {
-    "executor with_ray ray_endpoint backend execution_backend ray": "Another key of the file says "
-    "how jobs reach Ray.",
+    "executor with_ray backend execution_backend ray ray_endpoint dashboard_url jobs_api_url "
+    "endpoint": "Another key of the file says how jobs reach Ray.",
     "jobs": "Logs are kept with the experiment.",
     "mounts": "The containers of a Ray cluster run already, with the mounts they have.",
     "account partition cpu_partition disable_gpus_per_node dependency_type mail_type mail_user "
@@ -48,13 +48,13 @@ _RESOURCES = {"gpu": "GPU", "gpus": "GPU", "cpu": "CPU", "cpus": "CPU", "mem": "
 _ADDRESSES = ("dashboard_url", "jobs_api_url", "endpoint", "ray_endpoint")
 
 
-def matches(document: Document, profile: str | None = None) -> bool:
+def matches(document: Document) -> bool:
     """Whether it is a cluster file of NeMo-Skills, for Ray or not, and not one of this package."""
     keys = document.values.keys()
     return document.path.suffix != ".toml" and not keys & _OURS and bool(keys & _MARKS)
 
 
-def names_ray(document: Document, profile: str | None = None) -> bool:
+def names_ray(document: Document, profile: str = "") -> bool:
     """Whether a file of NeMo-Skills is for Ray; another one is of no interest here.
 
     Raises:
@@ -83,7 +83,7 @@ def _opened(document: Document) -> tuple[Translation, str, str, str, bool]:
     return file, executor, section, name, is_for_ray
 
 
-def read(document: Document, profile: str | None, environ: Env) -> Document:
+def read(document: Document, profile: str, environ: Env) -> Document:
     """Bring a file of NeMo-Skills into our form.
 
     Args:
@@ -125,9 +125,9 @@ def read(document: Document, profile: str | None, environ: Env) -> Document:
         labels = ("preflight", "required_node_labels")
         file.put(("preflight", "required_labels"), file.of(list, *labels), labels)
         totals = ("preflight", "min_cluster_resources")
-        for name, amount in file.of(dict, *totals).items():
-            resource = _RESOURCES.get(name.strip().lower(), name)
-            file.put(("preflight", "min_resources", resource), amount, (*totals, name))
+        for key, amount in file.of(dict, *totals).items():
+            resource = _RESOURCES.get(key.strip().lower(), str(key))
+            file.put(("preflight", "min_resources", resource), amount, (*totals, key))
         file.ignore_rest(
             ("preflight",),
             ("enabled", "strict_label_check", "required_node_labels", "min_cluster_resources"),
@@ -135,7 +135,7 @@ def read(document: Document, profile: str | None, environ: Env) -> Document:
     file.put(("defaults", "wait_for_nodes"), True, (why,))
     used += ["containers", "env_vars", "required_env_vars", "preflight"]
     file.ignore_rest((), used)
-    return file.done()
+    return file.result
 
 
 def _put_backend(file: Translation, section: str, name: str) -> None:
@@ -143,17 +143,15 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
         raise file.document.refuse(
             (section, "name"), f"{name!r} is no back-end; expected one of ray, {_KUBERNETES}."
         )
-    places: list[KeyPath] = [*((section, key) for key in _ADDRESSES), ("ray_endpoint",)]
-    given = [place for place in places if file.get(*place)]
-    if not given:
+    places = [*((section, key) for key in _ADDRESSES), ("ray_endpoint",)]
+    place = next((place for place in places if file.get(*place)), None)
+    if place is None:
         raise file.document.refuse(
             (section, "name"),
             "it says Ray, but no address of a cluster is given; expected "
             f"`{section}.dashboard_url: http://<head>:8265`.",
         )
-    file.put(("cluster", "address"), file.of(str, *given[0]), given[0])
-    for place in given[1:]:
-        file.ignore(place, f"{dotted(given[0])} comes first.")
+    file.put(("cluster", "address"), file.of(str, *place), place)
     selector, label_key, images = ((section, key) for key in _LABELS)
     if file.get(*selector):
         file.put(("defaults", "label_selector"), _labels(file, selector), selector)
@@ -166,7 +164,7 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
         file.put(("image_labels", image), labels, (*images, image))
     if folder := file.of(str, section, "working_dir").strip():
         file.put(("defaults", "packager"), {"folder": folder}, (section, "working_dir"))
-    file.ignore_rest((section,), ("name", "kubernetes", "working_dir", *_ADDRESSES, *_LABELS))
+    file.ignore_rest((section,), ("name", "kubernetes", "working_dir", place[-1], *_LABELS))
 
 
 def _labels(file: Translation, path: KeyPath) -> Json:
@@ -194,12 +192,12 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Env) -> None:
     def add(kind: tuple[str, ...], name: str, path: KeyPath) -> None:
         """Add a name, unless it has a value or is required already, which is more."""
         places = (("env", "set"), ("env", "required"), ("secrets",))
-        if not any(name in (at(file.values, place) or ()) for place in places):
+        if not any(name in (at(file.result.values, place) or ()) for place in places):
             file.append(kind, name, path)
 
     for key in _LISTS:
         for number, entry in enumerate(file.of(list, key)):
-            path: KeyPath = (key, number)
+            path = (key, number)
             name, equals, value = (part.strip() for part in str(entry).partition("="))
             others = [other for _, other in _REFERENCE.findall(value)]
             secret = next(filter(is_credential_name, others), "")
@@ -207,9 +205,7 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Env) -> None:
                 raise file.document.refuse(
                     path, "it is no variable (not shown here); expected NAME, or NAME=value."
                 )
-            if equals and not value and is_credential_name(name):
-                file.ignore(path, "The credential is empty.")
-            elif not equals:
+            if not equals:
                 add(("env", "forward" if key == "env_vars" else "required"), name, path)
             elif _REFERENCE.fullmatch(value) and (secret or is_credential_name(name)):
                 file.append(("secrets",), name, path)

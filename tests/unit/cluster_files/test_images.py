@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_run_ray.cluster_files.resolve import label_value, labels_of
+from nemo_run_ray.cluster_files.resolve import labels_of
 from nemo_run_ray.cluster_files.schema import ClusterFile
 
 VLLM = "vllm/vllm-openai:v0.10.1"
@@ -49,4 +49,4 @@ def test_the_key_gives_a_label_only_where_no_entry_matches():
     ],
 )
 def test_an_image_as_the_value_of_a_label(image, value):
-    assert label_value(image) == value
+    assert labels_of(image, ClusterFile(image_label_key="k")) == {"k": value}

@@ -158,7 +158,7 @@ def test_keys_with_what_they_ask_for(read):
     }
     assert "Lepton" in _ignored(reading)["existing_ray_cluster"]
     assert "runtime_env" in _ignored(reading)["pip_extras"]
-    meant = "The key is not known; the nearest known one is gpus_per_node."
+    meant = "The key is not known; did you mean 'gpus_per_node'?"
     assert _ignored(reading)["gpu_per_node"] == meant
 
 

@@ -19,7 +19,6 @@ from nemo_run_ray.ids import job_id, safe_id
 from nemo_run_ray.plan.job import (
     JobPlan,
     describe,
-    dispatcher_entrypoint,
     entrypoint,
     plan,
 )
@@ -253,7 +252,9 @@ def test_a_python3_that_does_not_run_is_passed_over(node, tmp_path):
     _program(tmp_path / "bin" / "python3", "#!/bin/sh\nexit 127\n")
     _python(tmp_path / "bin" / "python")
     assert node(_LINE, str(tmp_path / "bin")).returncode == 5
-    line = dispatcher_entrypoint([str(tmp_path / "bin" / "python3")], "exp.dispatcher", "nonce")
+    line = entrypoint(
+        None, ["dispatch", "id", "nonce"], [str(tmp_path / "bin" / "python3")], "-gt 128"
+    )
     assert node(line, f"{tmp_path / 'bin'}:/usr/bin:/bin").returncode == 5
 
 
@@ -340,7 +341,7 @@ env                   MODE=a b
 reserves              memory=1024
 label_selector        zone=in(a,b)
 ports                 http=free, rpc=7000
-ready                 GET /up at port http gives 200; every 1 s, at most 90 s
+ready                 HttpProbe(interval_s=1, timeout_s=90, port='http', path='/up', status=200)
 
 role                  train, primary, 2 replica(s) of 4 process(es)
 command               python x.py
