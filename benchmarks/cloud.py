@@ -21,8 +21,7 @@ import nemo_run as run
 from nemo_run.core.execution import dgxcloud
 
 from nemo_run_ray import patches
-from nemo_run_ray.cloud import ShipSource, encode
-from nemo_run_ray.cloud.source import collect
+from nemo_run_ray.cloud import ShipSource, SourcePackager, encode
 from tests.cloud.pods import Cluster, Image
 from tests.cloud.servers import RunAI
 from tests.patches.dgxcloud import make_executor
@@ -70,7 +69,7 @@ def _size(root: Path) -> int:
 
 def measure_size() -> dict[str, object]:
     root = tree("size", 4_000_000)
-    sent = collect(root)
+    sent = SourcePackager(root=str(root)).collect()
     ours, theirs = len(encode(sent)[1]), len(as_tarball(root))
     return {
         "source_bytes": _size(root),
@@ -86,7 +85,7 @@ def measure_packing() -> dict[str, object]:
     taken, busy = [], []
     for _ in range(ROUNDS):
         began, began_busy = time.perf_counter(), time.process_time()
-        encode(collect(root))
+        encode(SourcePackager(root=str(root)).collect())
         taken.append(time.perf_counter() - began)
         busy.append(time.process_time() - began_busy)
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import inspect
 import io
 import json
 import lzma
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fiddle import Buildable, daglish
+from fiddle import daglish
 from nemo_run.config import Partial, Script
 from nemo_run.core.execution.base import Executor
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
@@ -28,12 +27,11 @@ from nemo_run_ray.cloud.source import (
     LEFT_OUT,
     Entry,
     File,
+    SourcePackager,
     check_source,
-    collect,
     find_module,
     import_base,
     write_tar,
-    write_tar_gz,
 )
 from nemo_run_ray.errors import TransportError
 from nemo_run_ray.patches.dgxcloud_exports import OUR_PREFIX
@@ -48,18 +46,9 @@ _UNPACK = (
     '{ echo "nemo-run-ray: the image has no python3, which unpacks the source code" >&2; '
     f'exit 127; }}; exec $nrr -I -c "${{{_BOOT}:?nemo-run-ray: the source code has not arrived}}"'
 )
-#: First line of Lepton's launch script, which ``pod.py`` starts again without these variables.
-_LEPTON_LINE = f'if [ -n "${_SPEC}${_BOOT}" ]; then {_UNPACK} /bin/bash "$0"; fi'
-#: Kubernetes makes ``$`` of ``$$`` in a value, and Go writes ``<``, ``>`` and ``&`` as six
-#: characters in JSON. Base 85 has them; these four it does not have.
-_TO_SAFE = str.maketrans("$<>&", ".,/:")
 #: Characters of one variable. One string of a new process is at most 128 KiB with its name and end:
 #: MAX_ARG_STRLEN, execve(2). run:ai answers 400 for a value of more than 10,000 characters.
 LEPTON_CHARS, DGXCLOUD_CHARS = 120_000, 9_500
-#: An object in etcd, which holds it for Kubernetes: --max-request-bytes, 1.5 MiB. The rest is for
-#: other contents: the object's status and managed fields, the platform's own variables. What fits
-#: in it is also less than the 2 MiB that a new process may have.
-_OBJECT_BYTES = 1_572_864 - 131_072
 
 
 @dataclass
@@ -99,52 +88,48 @@ class ShipSource(ExperimentPlugin):
             UnsupportedNemoRun: a patch that this needs does not know this NeMo-Run.
         """
         root = Path(self.root).resolve()
-        scripts = _scripts(task, root)
+        scripts, known = _scripts(task, root), executor.packager
+        packager = SourcePackager(
+            root=str(root),
+            include=self.include,
+            exclude=self.exclude,
+            collections=self.collections,
+            scripts=scripts,
+        )
         if not isinstance(executor, (LeptonExecutor, DGXCloudExecutor)):
-            known = executor.packager
             if isinstance(known, SourcePackager):  # of another task of the same group
                 known.scripts = [*known.scripts, *scripts] if known.scripts and scripts else []
             elif known in (Packager(), GitArchivePackager()):  # the executors' defaults
-                executor.packager = SourcePackager(
-                    root=str(root),
-                    include=self.include,
-                    exclude=self.exclude,
-                    collections=self.collections,
-                    scripts=scripts,
-                )
+                executor.packager = packager
             return
-        if type(executor.packager) is not Packager:
+        if type(known) is not Packager:
             raise TransportError(
-                f"ShipSource: the executor has a {type(executor.packager).__name__}, which sends "
+                f"ShipSource: the executor has a {type(known).__name__}, which sends "
                 "code too. Keep one of the two."
             )
-        tree = collect(root, self.include, self.exclude, self.collections, scripts)
-        older = json.loads(executor.env_vars.get(_SPEC, "{}"))  # of another task of the same group
-        variables = {
-            name: value
-            for name, value in executor.env_vars.items()
-            # A driver that was shipped itself has the second one.
-            if not name.startswith(OUR_PREFIX) and name != "NEMO_RUN_RAY_SRC"
-        }
+        tree = packager.collect()
+        variables = dict(executor.env_vars)
+        variables.pop("NEMO_RUN_RAY_SRC", None)  # of a driver that was shipped itself
         # The scripts of DGX Cloud would set a PYTHONPATH of the user's anew, without the tree.
-        path = variables.pop("PYTHONPATH", older.get("path", "$PYTHONPATH"))
+        path = variables.pop("PYTHONPATH", "$PYTHONPATH")
         if isinstance(task, Script):
             path = task.env.pop("PYTHONPATH", path)
         copies = 1
         if isinstance(executor, LeptonExecutor):
             platform, size, shared = "Lepton", LEPTON_CHARS, executor.nemo_run_dir
             job = executor.lepton_job_dir
-            others = [
-                command for command in executor.pre_launch_commands if command != _LEPTON_LINE
+            # ``pod.py`` starts the launch script again without these variables.
+            executor.pre_launch_commands = [
+                f'if [ -n "${_SPEC}${_BOOT}" ]; then {_UNPACK} /bin/bash "$0"; fi',
+                *executor.pre_launch_commands,
             ]
-            executor.pre_launch_commands = [_LEPTON_LINE, *others]
         else:
             platform, size, shared = "DGX Cloud", DGXCLOUD_CHARS, executor.pvc_nemo_run_dir
             job = executor.pvc_job_dir
             if executor.nodes > 1:  # run:ai keeps the variables for the master and for the workers
                 copies = 2
-            given = {"command", "args", "environmentVariables"} & set(executor.custom_spec)
-            if given and _BOOT not in str(executor.custom_spec.get("args")):
+            ours = {"command", "args", "environmentVariables"}
+            if given := ours & executor.custom_spec.keys():
                 raise TransportError(
                     f"ShipSource: custom_spec has {' and '.join(sorted(given))}, which ShipSource "
                     "needs to send the source code and to unpack it before the job's script. "
@@ -159,23 +144,26 @@ class ShipSource(ExperimentPlugin):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
         variables |= {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}
         place = f"{shared.rstrip('/')}/.source/src-{digest[:40]}"
-        spec = {
-            "digest": digest,
-            "count": len(pieces),
-            "tree": place,
-            "code": f"{job}/code",
-            "root": os.path.normpath(f"{place}/{import_base(root)}"),
-            "path": path,
-        }
-        variables[_SPEC] = json.dumps(spec, separators=(",", ":"))
+        variables[_SPEC] = json.dumps(
+            {
+                "digest": digest,
+                "count": len(pieces),
+                "tree": place,
+                "code": f"{job}/code",
+                "root": os.path.normpath(f"{place}/{import_base(root)}"),
+                "path": path,
+            }
+        )
         variables[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
-        listed = json.dumps([{"name": name, "value": value} for name, value in variables.items()])
+        listed = [{"name": name, "value": value} for name, value in variables.items()]
+        # An object in etcd has 1.5 MiB at most (--max-request-bytes), also the platform's own
+        # variables and the object's status. A new process may have 2 MiB.
         check_source(
             {name: len(entry.content) for name, entry in tree.items() if isinstance(entry, File)},
             platform,
             "the workload's description",
-            copies * len(listed),
-            _OBJECT_BYTES,
+            copies * len(json.dumps(listed)),
+            1_572_864 - 131_072,
         )
         executor.env_vars = variables
         if isinstance(task, Script) and not task.m:  # commands start in the tree
@@ -183,41 +171,13 @@ class ShipSource(ExperimentPlugin):
         patches.apply("data_mover_configs", "dgxcloud_exports", "dgxcloud_refusal")
 
 
-@dataclass(kw_only=True)
-class SourcePackager(Packager):
-    """Packs the files of ``ShipSource`` for executors that unpack an archive.
-
-    Attributes:
-        root, include, exclude, collections: as of ``ShipSource``.
-        scripts: paths, relative to the root, of what will run.
-    """
-
-    root: str = "."
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    collections: Sequence[str] = ()
-    scripts: Sequence[str] = ()
-
-    def package(self, path: Path, job_dir: str, name: str) -> str:
-        """Write the archive, ``<job_dir>/<name>.tar.gz``."""
-        target = os.path.join(job_dir, f"{name}.tar.gz")
-        if not os.path.exists(target):
-            tree = collect(
-                Path(self.root), self.include, self.exclude, self.collections, self.scripts
-            )
-            write_tar_gz(target, sorted(tree.items()))
-        return target
-
-
 def _scripts(task: Partial | Script, root: Path) -> list[str]:
     """The scripts of the task that are in the tree, relative to the root."""
     paths: list[str] = []
     modules: list[str] = []
     if not isinstance(task, Script):  # the function, and all that its arguments are built from
-        for value, _ in daglish.iterate(task):
-            named = value.__fn_or_cls__ if isinstance(value, Buildable) else value
-            if inspect.isroutine(named) or inspect.isclass(named):
-                modules.append(named.__module__)
+        parts = [getattr(value, "__fn_or_cls__", value) for value, _ in daglish.iterate(task)]
+        modules = [getattr(part, "__module__", "") for part in parts]
     elif task.inline:
         paths = re.findall(r"[\w./-]+\.py\b", task.inline)
         modules = re.findall(r"(?<!\S)-m\s+([\w.]+)", task.inline)
@@ -230,9 +190,8 @@ def _scripts(task: Partial | Script, root: Path) -> list[str]:
 
 def _in_tree(path: str, root: Path) -> str | None:
     for base in (Path.cwd(), root):
-        whole = Path(os.path.abspath(base / path))
-        whole = whole.parent.resolve() / whole.name
-        if os.path.isfile(whole) and whole.is_relative_to(root):
+        whole = (base / path).resolve()
+        if whole.is_file() and whole.is_relative_to(root):
             return whole.relative_to(root).as_posix()
     return None
 
@@ -245,5 +204,8 @@ def encode(tree: Mapping[str, Entry]) -> tuple[str, str]:
     """
     raw = io.BytesIO()
     write_tar(raw, sorted(tree.items()))
-    text = base64.b85encode(lzma.compress(raw.getvalue())).decode("ascii").translate(_TO_SAFE)
+    packed = base64.b85encode(lzma.compress(raw.getvalue()))
+    # Kubernetes makes $ of $$ in a value, and Go writes <, > and & as six characters in JSON. Base
+    # 85 has them; these four it does not have.
+    text = packed.translate(bytes.maketrans(b"$<>&", b".,/:")).decode("ascii")
     return hashlib.sha256(raw.getvalue()).hexdigest(), text

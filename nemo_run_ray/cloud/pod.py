@@ -24,11 +24,8 @@ def received(env: Mapping[str, str], spec: Dict[str, Any]) -> bytes:
     import lzma  # which an image may lack
 
     text = "".join(env.get(PREFIX + str(number), "") for number in range(spec["count"]))
-    try:
-        packed = lzma.decompress(base64.b85decode(text.translate(str.maketrans(".,/:", "$<>&"))))
-        found = hashlib.sha256(packed).hexdigest()
-    except Exception as error:
-        found = str(error)
+    packed = lzma.decompress(base64.b85decode(text.translate(str.maketrans(".,/:", "$<>&"))))
+    found = hashlib.sha256(packed).hexdigest()
     if found != spec["digest"]:
         raise ValueError(f"changed on its way: expected {spec['digest']}, found {found}")
     return packed
@@ -62,8 +59,8 @@ def restore(packed: bytes, tree: str) -> None:
             if os.path.realpath(folder) != folder:  # never write outside of the tree
                 raise ValueError(f"{path} is behind a link that was not sent; remove {tree}")
             if os.path.lexists(path):
-                note = f"nemo-run-ray: {path} is not as sent; restored"
-                print(note, file=sys.stderr, flush=True)  # exec drops what is buffered
+                # exec drops what is buffered.
+                print(f"nemo-run-ray: {path} is not as sent; restored", file=sys.stderr, flush=True)
             os.makedirs(folder, exist_ok=True)
             tar.extract(member, own)
             os.replace(os.path.join(own, member.name), path)

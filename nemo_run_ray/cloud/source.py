@@ -12,12 +12,14 @@ import os
 import subprocess
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise, takewhile
 from pathlib import Path, PurePosixPath
+
+from nemo_run.core.packaging.base import Packager
 
 from nemo_run_ray.errors import SourceTooLarge, TransportError
 from nemo_run_ray.remote.files import replacing
@@ -79,16 +81,11 @@ def write_tar_gz(path: str, entries: Iterable[tuple[str, Entry]]) -> None:
         write_tar(packed, entries)
 
 
-def collect(
-    root: Path,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    collections: Sequence[str] = (),
-    scripts: Sequence[str] = (),
-) -> dict[str, Entry]:
-    """Choose and read the files of a source tree, as they are now, committed or not.
+@dataclass(kw_only=True)
+class SourcePackager(Packager):
+    """Chooses and packs the files of a source tree, as they are now, committed or not.
 
-    Args:
+    Attributes:
         root: of the tree. With packages below ``src/`` that folder is sent, otherwise the
             packages and modules in the root itself.
         include: patterns, relative to the root, of more that is sent, whatever ``LEFT_OUT`` and
@@ -99,61 +96,74 @@ def collect(
             sent. Another package is sent whole, unless it has subfolders of the same names.
         scripts: paths, relative to the root, of what will run. They are sent whatever ``LEFT_OUT``
             and ``.gitignore`` say, with the packages that they are in or the files beside them.
-
-    Returns:
-        The entries by their paths relative to the root, with ``/``.
-
-    Raises:
-        TransportError: there is no Python source, a file cannot be read, a link leaves the root or
-            what is sent, or ``exclude`` names a script.
-        SourceTooLarge: the files are too large.
     """
-    root = root.resolve()
-    if not root.is_dir():
-        raise TransportError(f"ShipSource: there is no folder {root}. Nothing was sent.")
-    for script in scripts:
-        if matches(script, exclude):
+
+    root: str = "."
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    collections: Sequence[str] = ()
+    scripts: Sequence[str] = ()
+
+    def package(self, path: Path, job_dir: str, name: str) -> str:
+        """Write the archive, ``<job_dir>/<name>.tar.gz``; see ``collect``."""
+        target = os.path.join(job_dir, f"{name}.tar.gz")
+        if not os.path.exists(target):
+            write_tar_gz(target, self.collect().items())
+        return target
+
+    def collect(self) -> dict[str, Entry]:
+        """The files and links by their paths relative to the root, with ``/``, in their order.
+
+        Raises:
+            TransportError: there is no Python source, a file cannot be read, a link leaves the
+                root or what is sent, or ``exclude`` names a script.
+            SourceTooLarge: the files are too large.
+        """
+        root = Path(self.root).resolve()
+        if not root.is_dir():
+            raise TransportError(f"ShipSource: there is no folder {root}. Nothing was sent.")
+        for script in self.scripts:
+            if matches(script, self.exclude):
+                raise TransportError(
+                    f"ShipSource: exclude={list(self.exclude)} keeps {script} here, which the task "
+                    "runs. Nothing was sent."
+                )
+        asked = {*_included(root, self.include, self.exclude), *self.scripts}
+        files, ignored = list_files(root, [*_starts(root, self.scripts)], self.exclude, LEFT_OUT)
+
+        def families(name: str) -> set[tuple[str, str, str]]:
+            """The families that a path is in, each with its package and its collection."""
+            folders = name.split("/")[:-1]
+            return {
+                ("/".join(folders[:depth]), collection, family)
+                for depth, (collection, family) in enumerate(pairwise(folders))
+                if collection in self.collections
+            }
+
+        chosen = {family for script in self.scripts for family in families(script)}
+
+        def is_sent(package: str, collection: str, family: str) -> bool:
+            same = {one for _, known, one in chosen if known == collection}
+            has_same = any((root / package / collection / one).is_dir() for one in same)
+            is_of_script = any(package == known for known, _, _ in chosen)
+            return family[0] == "_" or family in same or not (is_of_script or has_same)
+
+        wanted = asked | {name for name in files if all(is_sent(*one) for one in families(name))}
+        if not any(name.endswith(".py") for name in wanted):
             raise TransportError(
-                f"ShipSource: exclude={list(exclude)} keeps {script} here, which the task runs. "
-                "Nothing was sent."
+                f"ShipSource: no Python source to send in {root}: looked for packages and modules "
+                f"in {root / 'src'} and in the folder itself. Give the root of your project, or "
+                "name files with include=[…]."
             )
-    asked = {*_included(root, include, exclude), *scripts}
-    files, ignored = list_files(root, [*_starts(root, scripts)], exclude, LEFT_OUT)
-
-    def families(name: str) -> set[tuple[str, str, str]]:
-        """The families that a path is in, each with its package and its collection."""
-        folders = name.split("/")[:-1]
-        return {
-            ("/".join(folders[:depth]), collection, family)
-            for depth, (collection, family) in enumerate(pairwise(folders))
-            if collection in collections
-        }
-
-    chosen = {family for script in scripts for family in families(script)}
-    packages = {package for package, _, _ in chosen}
-
-    def is_sent(package: str, collection: str, family: str) -> bool:
-        same = {one for _, known, one in chosen if known == collection}
-        has_same = any((root / package / collection / one).is_dir() for one in same)
-        is_whole = package not in packages and not has_same
-        return is_whole or family[0] == "_" or family in same
-
-    wanted = asked | {name for name in files if all(is_sent(*one) for one in families(name))}
-    if not any(name.endswith(".py") for name in wanted):
-        raise TransportError(
-            f"ShipSource: no Python source to send in {root}: looked for packages and modules in "
-            f"{root / 'src'} and in the folder itself. Give the root of your project, or name "
-            "files with include=[…]."
-        )
-    ignored -= {folder for name in asked for folder in (name, *_folders(name))}
-    if ignored:
-        log.warning(
-            "ShipSource: %d file(s) or folder(s) stay here because .gitignore names them, such as "
-            "%s. include=[…] sends them.",
-            len(ignored),
-            ", ".join(sorted(ignored)[:10]),
-        )
-    return dict(read_tree(root, wanted))
+        ignored -= {folder for name in asked for folder in (name, *_folders(name))}
+        if ignored:
+            log.warning(
+                "ShipSource: %d file(s) or folder(s) stay here because .gitignore names them, such "
+                "as %s. include=[…] sends them.",
+                len(ignored),
+                ", ".join(sorted(ignored)[:10]),
+            )
+        return dict(read_tree(root, wanted))
 
 
 def import_base(root: Path) -> str:
@@ -197,8 +207,9 @@ def _starts(root: Path, scripts: Sequence[str]) -> Iterator[str]:
 def _included(root: Path, patterns: Iterable[str], exclude: Sequence[str]) -> Iterator[str]:
     """The files and links at or below the paths that match the patterns."""
     for pattern in patterns:
-        found = root.glob(pattern.lstrip("/"))
-        paths = [path for path in found if path.parent.resolve() == path.parent]
+        paths = [
+            path for path in root.glob(pattern.lstrip("/")) if path.parent.resolve() == path.parent
+        ]
         if not paths:
             raise TransportError(
                 f"ShipSource: include={pattern!r} names nothing in {root}; patterns are relative "
@@ -229,11 +240,34 @@ def read_tree(
     """
     chosen = sorted(names)
     # The size of a link is that of the file it points to, which may be what is sent.
-    sizes = {name: os.path.getsize(root / name) for name in chosen if os.path.isfile(root / name)}
-    check_source(sizes, where)
+    check_source(
+        {name: os.path.getsize(root / name) for name in chosen if os.path.isfile(root / name)},
+        where,
+    )
     for name in chosen:
-        with suppress(FileNotFoundError):  # git tracks it, and it is removed here
-            yield name, _read_entry(root, name, chosen)
+        path = root / name
+        try:
+            target = path.resolve()
+            is_inside = target.is_relative_to(root)
+            is_sent = any((root / one).is_relative_to(target) for one in chosen)
+            if is_inside and path.is_symlink() and (is_sent or not target.exists()):
+                entry: Entry = Link(os.path.relpath(target, path.parent))
+            elif not is_inside or target.is_dir():
+                raise TransportError(
+                    f"{path} is a link to {target}, which is out of the tree or not sent. Send "
+                    "what it points to, in the tree (ShipSource has include=[…]), or leave the "
+                    f"link out with exclude=[{name!r}]. Nothing was sent."
+                )
+            else:
+                entry = File(path.read_bytes(), bool(path.stat().st_mode & 0o100))
+        except FileNotFoundError:  # git tracks it, and it is removed here
+            continue
+        except (OSError, RuntimeError) as error:  # of a loop of links
+            raise TransportError(
+                f"{path} cannot be read: {getattr(error, 'strerror', error)}. Make it readable, or "
+                f"leave it out with exclude=[{path.name!r}]. Nothing was sent."
+            ) from error
+        yield name, entry
 
 
 def check_source(
@@ -250,39 +284,13 @@ def check_source(
     """
     size = sum(sizes.values()) if size is None else size
     if size > limit:
-        largest = sorted(sizes.items(), key=lambda file: (-file[1], file[0]))[:10]
+        largest = Counter(sizes).most_common(10)
         files = "\n".join(f"  {size_bytes:>10,} {name}" for name, size_bytes in largest)
         raise SourceTooLarge(
             f"The source code is too large for {where}: {what} would have {size:,} bytes, the "
             f"limit is {limit:,}. Nothing was sent. Leave something out with exclude=[…]; the "
             f"largest files are, in bytes:\n{files}"
         )
-
-
-def _read_entry(root: Path, name: str, chosen: Sequence[str]) -> Entry:
-    """One file or link as it is now."""
-    path = root / name
-    try:
-        target = path.resolve()
-        is_inside = target.is_relative_to(root)
-        if is_inside and path.is_symlink():
-            is_sent = any((root / one).is_relative_to(target) for one in chosen)
-            if is_sent or not target.exists():
-                return Link(os.path.relpath(target, path.parent))
-        if not is_inside or target.is_dir():
-            raise TransportError(
-                f"{path} is a link to {target}, which is out of the tree or not sent. Send what it "
-                f"points to, in the tree (ShipSource has include=[…]), or leave the link out with "
-                f"exclude=[{name!r}]. Nothing was sent."
-            )
-        return File(path.read_bytes(), bool(path.stat().st_mode & 0o100))
-    except FileNotFoundError:
-        raise
-    except (OSError, RuntimeError) as error:  # of a loop of links
-        raise TransportError(
-            f"{path} cannot be read: {getattr(error, 'strerror', error)}. Make it readable, or "
-            f"leave it out with exclude=[{path.name!r}]. Nothing was sent."
-        ) from error
 
 
 def _folders(name: str) -> Iterator[str]:
@@ -329,9 +337,9 @@ def list_files(
         patterns = [str(PurePosixPath(name)) for name in (*left_out, "__pycache__", *exclude)]
         # A plain name would match the folders of the repository above the root, too.
         hidden = [f"--exclude=/{prefix}{'' if '/' in name else '**/'}{name}" for name in patterns]
-        names = ask("--cached", "--others", "--exclude-standard", *hidden)
         ignored = ask("--others", "--ignored", "--directory", "--exclude-standard")
-    files = set()
+        names = ask("--cached", "--others", "--exclude-standard", *hidden)
+    files = set[str]()
     for name in names:
         path = root / name
         if not os.path.isdir(path) or path.is_symlink():
@@ -352,10 +360,12 @@ def _git_failed(folder: Path, reason: bytes) -> TransportError:
 
 
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
-    english = {**os.environ, "LC_ALL": "C"}
     try:
         return subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, env=english, check=False
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            env={**os.environ, "LC_ALL": "C"},
+            check=False,
         )
     except FileNotFoundError as error:
         raise _git_failed(folder, b"git is not installed") from error

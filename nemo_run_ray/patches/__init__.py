@@ -14,6 +14,8 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from typing import Any, ClassVar, NamedTuple
 
@@ -66,7 +68,8 @@ class Patch(ABC):
     verified: ClassVar[tuple[str, str]] = ("0.9", "0.12")
 
     def __init__(self) -> None:
-        self._done: list[tuple[Edit, Any]] = []  # each with the value before
+        self._applied: Sequence[Edit] = ()
+        self._before = ExitStack()  # puts back what they have replaced
 
     @property
     def why(self) -> str:
@@ -91,15 +94,17 @@ class Patch(ABC):
         Raises:
             UnsupportedNemoRun: a target is not as the patch knows it. Nothing was changed.
         """
-        if not self._done and self.is_needed():
-            try:
-                for edit in self.edits():
+        if not self._applied and self.is_needed():
+            with ExitStack() as stack:
+                edits = self.edits()
+                for edit in edits:
                     before = edit.now
-                    setattr(edit.owner, edit.name, edit.value)
-                    self._done.append((edit, before))
-            except BaseException:
-                self._restore()
-                raise
+                    setattr(*edit)
+                    if before is _ABSENT:
+                        stack.callback(delattr, edit.owner, edit.name)
+                    else:
+                        stack.callback(setattr, edit.owner, edit.name, before)
+                self._applied, self._before = edits, stack.pop_all()
         return self.undo
 
     def undo(self) -> bool:
@@ -107,16 +112,16 @@ class Patch(ABC):
 
         ``False`` means that another program's patch lies on top: a warning names it.
         """
-        covered = self._covered()
-        if covered:
+        if covered := self._covered():
             log.warning("The patch %s stays: another patch is on top of %s.", self.name, covered)
         else:
-            self._restore()
+            self._before.close()
+            self._applied = ()
         return not covered
 
     def status(self) -> str:
         """Its state: ``applied``, ``off``, ``not needed``, or ``applied, covered at …``."""
-        if not self._done:
+        if not self._applied:
             return "off" if self.is_needed() else "not needed"
         covered = self._covered()
         return f"applied, covered at {covered}" if covered else "applied"
@@ -142,26 +147,19 @@ class Patch(ABC):
                 f"it was verified on {' to '.join(self.verified)}. Nothing was changed."
             )
 
-    def _restore(self) -> None:
-        while self._done:
-            edit, before = self._done.pop()
-            if before is _ABSENT:
-                delattr(edit.owner, edit.name)
-            else:
-                setattr(edit.owner, edit.name, before)
-
     def _covered(self) -> str:
         """The attributes that another program has replaced since."""
-        edits = [edit for edit, _ in self._done if edit.now is not edit.value]
         return ", ".join(
-            f"{getattr(edit.owner, '__name__', edit.owner)}.{edit.name}" for edit in edits
+            f"{getattr(edit.owner, '__name__', edit.owner)}.{edit.name}"
+            for edit in self._applied
+            if edit.now is not edit.value
         )
 
 
 def digest_of(owner: type, name: str) -> str:
     """The first characters of the SHA-256 of a method in its class's file, whatever wraps it."""
-    source = inspect.getsource(owner)
-    body = re.search(rf"def {name}\(.*?(?=\n    (?:@|def )|\Z)", source, re.DOTALL)
+    method = rf"def {name}\(.*?(?=\n    (?:@|def )|\Z)"
+    body = re.search(method, inspect.getsource(owner), re.DOTALL)
     return hashlib.sha256((body[0] if body else "").strip().encode()).hexdigest()[:16]
 
 
@@ -187,22 +185,18 @@ def apply(*names: str) -> Callable[[], bool]:
         PatchError: there is no patch of that name.
         UnsupportedNemoRun: a patch that is named does not know this NeMo-Run.
     """
-    done: list[str] = []
-
-    def undo_these() -> bool:
-        return not done or undo(*done)
-
+    done: list[Patch] = []
     for one in [patch(name) for name in names or MODULES]:
         try:
             if one.status() == "off":
                 one.apply()
-                done.append(one.name)
+                done.append(one)
         except BaseException as error:
             if names or not isinstance(error, UnsupportedNemoRun):
-                undo_these()
+                _all_off(done)
                 raise
             log.warning("A patch is left out: %s", error)
-    return undo_these
+    return partial(_all_off, done)
 
 
 def apply_from_environment() -> None:
@@ -221,7 +215,10 @@ def apply_from_environment() -> None:
 
 def undo(*names: str) -> bool:
     """Undo the named patches, or all, and return whether all of them are off now."""
-    chosen = [patch(name) for name in names or MODULES]
+    return _all_off([patch(name) for name in names or MODULES])
+
+
+def _all_off(chosen: Sequence[Patch]) -> bool:
     off = [one.undo() for one in reversed(chosen)]  # every one, whatever the others say
     return all(off)
 

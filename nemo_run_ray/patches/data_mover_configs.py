@@ -72,12 +72,12 @@ def _script(self: Any, local_dir_path: str, dest_path: str) -> str:
 
 def _encoded(executor: Any, source: str) -> str:
     """A tar.gz of a job's folder as text: the same for the same names, contents and modes."""
-    job = getattr(executor, "job_name", None)  # NeMo-Run sets it in assign()
 
     def cleaned(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         entry.uid = entry.gid = entry.mtime = 0
         entry.uname = entry.gname = ""
-        return None if entry.name in [f"configs/{job}{ending}" for ending in UNREAD] else entry
+        unread = [f"configs/{executor.job_name}{ending}" for ending in UNREAD]
+        return None if entry.name in unread else entry
 
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:

@@ -16,11 +16,6 @@ from nemo_run_ray.patches import Edit, Patch
 
 #: Variables of ``nemo_run_ray.cloud``.
 OUR_PREFIX = "_NEMO_RUN_RAY_SRC_"
-#: Prefix of the variables that carry source code: this package's, and that of the
-#: Nemotron recipes, whose transport works the same way.
-SOURCE_PREFIXES = (OUR_PREFIX, "_NEMOTRON_SRC_")
-#: A long value of a variable in JSON: source code, and not a count or a path beside it.
-_LONG = re.compile(r'("value": ?)"(?:[^"\\]|\\.){200,}"')
 
 
 class DGXCloudExportsPatch(Patch):
@@ -51,8 +46,12 @@ def _without_source(render: Any) -> Any:
         request = copy.copy(self)
         request.executor = copy.copy(self.executor)
         for owner, name in ((request.executor, "env_vars"), (request, "extra_env")):
-            variables = getattr(owner, name).items()
-            kept = {key: one for key, one in variables if not key.startswith(SOURCE_PREFIXES)}
+            kept = {
+                key: value
+                for key, value in getattr(owner, name).items()
+                # The transport of the Nemotron recipes works the same way.
+                if not key.startswith((OUR_PREFIX, "_NEMOTRON_SRC_"))
+            }
             setattr(owner, name, kept)
         return str(render(request))
 
@@ -61,5 +60,7 @@ def _without_source(render: Any) -> Any:
 
 def _shorten(judge: Any, record: logging.LogRecord) -> Any:
     """NeMo-Run logs the workload and the answer to it, as JSON."""
-    record.msg, record.args = _LONG.sub(r'\1"…"', record.getMessage()), ()
+    # A long value is source code, and not a count or a path beside it.
+    long = r'("value": ?)"(?:[^"\\]|\\.){200,}"'
+    record.msg, record.args = re.sub(long, r'\1"…"', record.getMessage()), ()
     return judge(record)

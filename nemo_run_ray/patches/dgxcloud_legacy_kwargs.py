@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import warnings
@@ -29,8 +28,8 @@ class DGXCloudLegacyKwargsPatch(Patch):
     retired_by = "a DGXCloudExecutor that takes the old names as deprecated ones"
 
     def is_needed(self) -> bool:
-        names = {field.name for field in dataclasses.fields(DGXCloudExecutor)}
-        return "client_id" in names and "app_id" not in names
+        fields = DGXCloudExecutor.__dataclass_fields__
+        return "client_id" in fields and "app_id" not in fields
 
     def edits(self) -> Sequence[Edit]:
         return [

@@ -72,8 +72,10 @@ def _merging(build: Any) -> Any:
         executors = [given] if isinstance(given, Executor) else given
         kinds = {type(executor) for executor in executors}
         # Others replace the class's list, or append to it, so it is read anew for each group.
-        listed = getattr(type(self), "SUPPORTED_EXECUTORS", ())
-        self.SUPPORTED_EXECUTORS = [*listed, *filter(_opts_in, kinds)]
+        self.SUPPORTED_EXECUTORS = [
+            *getattr(type(self), "SUPPORTED_EXECUTORS", ()),
+            *filter(_opts_in, kinds),
+        ]
         try:
             build(self)
         finally:

@@ -15,11 +15,11 @@ import atexit
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from contextlib import closing, suppress
 from functools import lru_cache, partial
-from time import monotonic
+from operator import length_hint
 from typing import Any, Literal, TypeVar
 
 from rich.console import Console
@@ -62,10 +62,6 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 #: Bytes of items, and of results that wait to be taken, at most.
 _BYTES_MAX = 256 * 2**20
-#: Seconds after which the window is computed again: the cluster may have room for more items.
-_REFILL_S = 0.25
-#: Seconds for which the iterable is read while a result is due: the workers need items, too.
-_READ_S = 0.1
 
 
 class Pool:
@@ -149,8 +145,7 @@ class Pool:
             retries=retries,
         )
         if progress or (progress is None and sys.stderr.isatty()):
-            total = len(items) if isinstance(items, Sized) else None
-            return _with_bar(results, prepared.name, total)
+            return _with_bar(results, prepared.name, length_hint(items) or None)
         return results
 
     async def call(
@@ -178,11 +173,10 @@ class Pool:
         call = Item(prepared, data, timeout_s, retries, is_alone=True)
         tasks.submit(call)
         try:
-            result: _Out = await asyncio.wrap_future(call.future)
+            return await asyncio.wrap_future(call.future)
         except asyncio.CancelledError:
             tasks.give_up([call])
             raise
-        return result
 
     def executor(self, **reserved: Any) -> PoolExecutor:
         """An executor as ``concurrent.futures`` has them, for workers as in ``map``."""
@@ -200,7 +194,7 @@ class Pool:
 
     def _function(self, function: Callable[..., Any]) -> Function:
         """The function as workers get it."""
-        name = getattr(function, "__qualname__", None) or type(function).__name__
+        name = getattr(function, "__qualname__", type(function).__name__)
         if not callable(function):
             raise CannotBeSent(f"{function!r} is not callable; expected is a function of one item.")
         return self._functions(name, pickle_arguments(f"The function {name}", function))
@@ -254,8 +248,11 @@ class PoolExecutor(futures.Executor):
             RuntimeError: the executor was shut down.
         """
         function = self._function(fn)
-        data = pickle_arguments(f"The arguments of {function.name}", *args, **kwargs)
-        item = Item(function, data, is_alone=True)  # two of one batch could wait for each other
+        item = Item(
+            function,
+            pickle_arguments(f"The arguments of {function.name}", *args, **kwargs),
+            is_alone=True,  # two of one batch could wait for each other
+        )
         with self._lock:
             if self._is_shut_down:
                 raise RuntimeError("cannot schedule new futures after shutdown")
@@ -291,18 +288,20 @@ def _results(
     done, ended = queue.SimpleQueue[int](), set[int]()
     live: dict[int, Item] = {}  # in tasks, or ended and not taken
     sent = size_bytes = 0
-    read_until = 0.0
+    has_read = True  # an item since the last result
     error: Exception | None = None  # of the iterable: raised after the results before it
     try:
         while live or error is None:
             average = size_bytes / max(len(live), 1)
-            by_size = _BYTES_MAX / max(average + function.result_bytes, 1.0)
-            most = min(tasks.window(function, average), by_size + 1)
+            most = min(
+                tasks.window(function, average),
+                1 + _BYTES_MAX / max(average + function.result_bytes, 1.0),
+            )
             while not done.empty():
                 ended.add(done.get())
             number = next(iter(live if ordered else ended), -1)
-            is_due = number in ended and monotonic() >= read_until
-            if error is None and len(live) < most and not is_due:
+            if error is None and len(live) < most and not (number in ended and has_read):
+                has_read = True
                 try:
                     data = pickle_arguments(f"Item {sent} of {function.name}", next(items))
                     item = Item(function, data, **limits)
@@ -319,8 +318,8 @@ def _results(
                 sent += 1
                 continue
             if number not in ended:
-                with suppress(queue.Empty):
-                    ended.add(done.get(timeout=_REFILL_S))
+                with suppress(queue.Empty):  # the cluster may have room for more items
+                    ended.add(done.get(timeout=0.25))
                 continue
             ended.discard(number)
             item = live.pop(number)
@@ -332,7 +331,7 @@ def _results(
                 if not yields_failures:
                     raise failed from cause
                 yield failed
-            read_until = monotonic() + _READ_S
+            has_read = False  # the workers need items, too
         if error is not None and not isinstance(error, StopIteration):
             raise error
     finally:

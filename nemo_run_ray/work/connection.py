@@ -20,12 +20,6 @@ from nemo_run_ray.remote.spec import Json
 #: The variable by which Ray and this package find the cluster, in child processes too.
 ADDRESS = "RAY_ADDRESS"
 _AUTH_MODE = "RAY_AUTH_MODE"
-#: Seconds in which an address must take a connection.
-_ANSWERS_S = 5.0
-#: The two blocks of Ray's message about versions: the cluster's and this process's.
-_VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
-#: A Ray's address with its port.
-_ADDRESS = re.compile(r"(?:ray://)?(?:[^/:\[\]]+|\[[^/\]]+\]):\d{1,5}")
 _lock = threading.Lock()
 #: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
 _has_read_token = False
@@ -55,7 +49,7 @@ class Connection:
             if self.address:
                 # Ray itself asks for minutes, and then ends the whole program by SIGTERM (2.60).
                 host, _, port = self.address.removeprefix("ray://").rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
+                socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
             else:
                 cluster = LocalCluster(num_cpus=num_cpus)
                 cluster.connect()
@@ -87,8 +81,9 @@ class Connection:
                 if not isinstance(error, SystemExit):
                     raise
                 # Ray sends SIGTERM when no GCS has answered (2.60).
-                reason = "what listens there has not answered as the GCS of a Ray"
-                raise ConnectionError(reason) from error
+                raise ConnectionError(
+                    "what listens there has not answered as the GCS of a Ray"
+                ) from error
 
     def check(self, address: str | None, runtime_env: Json) -> None:
         """Refuse a pool that this connection cannot serve."""
@@ -180,23 +175,22 @@ def _translated(address: str, runtime_env: Json) -> Iterator[None]:
     except NemoRunRayError:
         raise
     except RuntimeError as error:
-        versions = _VERSIONS.findall(str(error))
+        # Ray's message has two blocks: the cluster's and this process's.
+        versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", str(error))
         if len(versions) != 2:
             raise
         (ray, python), (own_ray, own_python) = versions
-        step = f"pip install 'ray[default]=={ray}'"
-        if own_python != python:
-            step = f"make an environment with Python {python}, and in it {step}"
         raise VersionMismatch(
             f"The Ray at {address} is version {ray} with Python {python}; this program has "
-            f"{own_ray} with Python {own_python}. Both must be the same. Here: {step}"
+            f"{own_ray} with Python {own_python}. Both must be the same. In an environment with "
+            f"Python {python}: pip install 'ray[default]=={ray}'"
         ) from error
-    except (OSError, OverflowError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300].rstrip(".")
+    except (OSError, ValueError, TypeError) as error:
         environment = f" with a runtime_env of {', '.join(runtime_env)}" if runtime_env else ""
         raise Unreachable(
-            f"No Ray can be reached at {address}{environment}: {reason}. Give the address of one "
-            "that runs, as `ray start` has printed it (its GCS mostly has port 6379), or unset "
+            f"No Ray can be reached at {address}{environment}: "
+            f"{' '.join(str(error).split())[:300].rstrip('.')}. Give the address of one that "
+            "runs, as `ray start` has printed it (its GCS mostly has port 6379), or unset "
             f"{ADDRESS} to use an embedded Ray."
         ) from error
 
@@ -211,7 +205,7 @@ def _asked_for(address: str | None) -> str:
         address = os.environ.get(ADDRESS, "").strip()
         if address in ("", "local"):
             return ""
-    if not _ADDRESS.fullmatch(str(address)):
+    if not re.fullmatch(r"(?:ray://)?(?:[^/:\[\]]+|\[[^/\]]+\]):\d{1,5}", str(address)):
         raise ConfigError(
             f"The address of a Ray is {address!r}; expected is ip:port of its GCS on a node of the "
             "cluster, or ray://host:10001 from elsewhere. What begins with "

@@ -17,7 +17,6 @@ import pickle
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,14 +46,13 @@ BATCH_S = 0.05
 #: Items and bytes of one batch at most.
 BATCH_MAX, BATCH_BYTES_MAX = 1000, 2**20
 #: Tasks for each worker that the nodes can have: the next one waits in Ray when the first is done.
-#: Of tasks that take longer than some seconds none waits in Ray.
-TASKS_PER_WORKER, _QUEUED_S = 2, 0.25
+TASKS_PER_WORKER = 2
 #: Further attempts of an item that was lost with its node, whatever its retries are.
 LOSSES_MAX = 3
 #: Functions that a worker, and a client, keeps.
 FUNCTIONS_MAX = 100
-#: Seconds between two looks at the nodes and at futures that were cancelled, and at time limits.
-_LOOK_S, _STEP_S = 1.0, 0.2
+#: Seconds between two looks at the nodes and at futures that were cancelled.
+_LOOK_S = 1.0
 #: Seconds for which no node is large enough, after which items fail: one may join, or come back.
 _NEVER_S = 60.0
 #: Seconds for which no task has begun, until the first line about it, and between two.
@@ -97,13 +95,13 @@ def call_items(
 
     _prepare(function, timeout_s)
     rows = []
-    until = time.perf_counter() + _BATCH_END_S
+    until = monotonic() + _BATCH_END_S
     for item in items:
         if timeout_s is not None:
             faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
         data: bytes | None = b""
         text = ""
-        began = time.perf_counter()
+        began = monotonic()
         try:
             arguments, named = pickle.loads(item)
             value = _load(function)(*arguments, **named)
@@ -116,8 +114,8 @@ def call_items(
                 data = cloudpickle.dumps(value, protocol=5)
             except Exception as error:
                 data, text = None, f"{type(value).__name__}: {error}"
-        rows.append((data, text, time.perf_counter() - began))
-        if time.perf_counter() >= until:
+        rows.append((data, text, monotonic() - began))
+        if monotonic() >= until:
             break
     faulthandler.cancel_dump_traceback_later()
     return rows
@@ -231,8 +229,7 @@ class Item:
                 return error
             value = RuntimeError(text.strip().splitlines()[-1])
             value.__cause__ = RemoteTraceback(text)
-        failure: BaseException = value
-        return failure
+        return value  # type: ignore[no-any-return]
 
     def timed_out(self) -> TimedOut:
         """The failure of a call that took too long."""
@@ -255,11 +252,11 @@ class _RayTask:
     @property
     def deadline(self) -> float:
         """When it takes too long, once it has begun."""
-        limit_s = self.items[0].timeout_s
-        if self.begun_at is None or limit_s is None:
+        if self.begun_at is None:
             return math.inf
         # Which of several takes too long shows when each runs by itself.
-        return self.begun_at + limit_s + (_BATCH_END_S if len(self.items) > 1 else 0.0)
+        batch_s = _BATCH_END_S if len(self.items) > 1 else 0.0
+        return self.begun_at + batch_s + (self.items[0].timeout_s or math.inf)
 
 
 class TaskQueue:
@@ -309,11 +306,11 @@ class TaskQueue:
         self._request = fit.ResourceRequest(reserved, label_selector or {})
         self._max_workers = max_workers
         self._connection = connection
-        self._events: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._events = queue.SimpleQueue[Callable[[], Any]]()
         self._lock = threading.Lock()
         self._closed: BaseException | None = None
-        self._waiting: deque[Item] = deque()
-        self._calls: set[_RayTask] = set()
+        self._waiting = deque[Item]()
+        self._calls = set[_RayTask]()
         self._slots = 1
         self._look_at = 0.0
         # When to say that no task begins, and to fail since no node is large enough.
@@ -335,12 +332,12 @@ class TaskQueue:
             PoolClosed: the pool is closed.
             ConfigError: it is that of the process which forked this one.
         """
-        self._post(lambda: self._waiting.append(item))  # the deque of that moment
+        if not self._post(lambda: self._waiting.append(item)):  # the deque of that moment
+            raise PoolClosed(f"The pool takes no more work: {self._closed}")
 
     def give_up(self, items: Sequence[Item]) -> None:
         """End items whose results nobody wants any more."""
-        with suppress(PoolClosed):
-            self._post(partial(self._end, items, CancelledError()))
+        self._post(partial(self._end, items, CancelledError()))
 
     def close(self) -> None:
         """End all tasks; items that have not ended fail."""
@@ -349,12 +346,13 @@ class TaskQueue:
         self._events.put(lambda: None)
         self._thread.join()
 
-    def _post(self, event: Callable[[], Any]) -> None:
+    def _post(self, event: Callable[[], Any]) -> bool:
+        """Let the queue's thread call a function; whether it still does so."""
         self._connection.check_process()
         with self._lock:  # what is posted before the close is ended by it
-            if self._closed is not None:
-                raise PoolClosed(f"The pool takes no more work: {self._closed}")
-            self._events.put(event)
+            if self._closed is None:
+                self._events.put(event)
+            return self._closed is None
 
     def _run(self) -> None:
         try:
@@ -362,7 +360,7 @@ class TaskQueue:
                 if not (is_busy := bool(self._waiting or self._calls)):
                     self._tell_at = self._never_at = None
                 with suppress(queue.Empty):
-                    self._events.get(timeout=_STEP_S if is_busy else None)()
+                    self._events.get(timeout=0.2 if is_busy else None)()
                     while True:
                         self._events.get_nowait()()
                 self._step(monotonic())
@@ -383,8 +381,7 @@ class TaskQueue:
         """Send what waits, and end what takes too long."""
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            cancelled = [item for item in self._waiting if item.future.cancelled()]
-            self._end(cancelled, CancelledError())
+            self._end([one for one in self._waiting if one.future.cancelled()], CancelledError())
             with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                 self._look(now)  # else the head does not answer
         for call in [] if self._by_client else list(self._calls):
@@ -394,7 +391,7 @@ class TaskQueue:
         while self._waiting:
             first = self._waiting[0]
             function, most, size_bytes = first.function, self._slots, len(first.data)
-            if function.seconds <= _QUEUED_S:
+            if function.seconds <= 0.25:  # of longer ones none waits in Ray
                 most *= TASKS_PER_WORKER
             if len(self._calls) >= min(most, self._max_workers or most):
                 return
@@ -437,8 +434,10 @@ class TaskQueue:
         if self._slots or self._never_at is None:
             self._never_at = now + _NEVER_S
         elif now >= self._never_at:
-            reason = fit.why_not(self._request, nodes)
-            self._end(self._unended(), WorkerDied(f"No node can have a worker: {reason}."))
+            self._end(
+                self._unended(),
+                WorkerDied(f"No node can have a worker: {fit.why_not(self._request, nodes)}."),
+            )
         if self._tell_at is None or any(map(self._has_begun, self._calls)):
             self._tell_at = now + _FIRST_TELL_S
         elif now >= self._tell_at:
@@ -493,11 +492,7 @@ class TaskQueue:
                     self._ray.get(failed)  # Ray prints errors that nobody takes
             self._was_lost(call, error)
 
-        def post(done: Future[Any]) -> None:
-            with suppress(PoolClosed):
-                self._post(partial(look, done))
-
-        ref.future().add_done_callback(post)
+        ref.future().add_done_callback(lambda done: self._post(partial(look, done)))
 
     def _has_rows(self, call: _RayTask, rows: Sequence[tuple[bytes | None, str, float]]) -> None:
         self._calls.discard(call)
@@ -513,8 +508,8 @@ class TaskQueue:
         """The worker of a task has died, or its node, or no worker could be started there."""
         self._calls.discard(call)
         exceptions, first = self._ray.exceptions, call.items[0]
-        is_lost = isinstance(error, (exceptions.NodeDiedError, exceptions.ObjectLostError))
-        if (is_lost or call.begun_at is None) and first.losses < LOSSES_MAX:
+        lost = (exceptions.NodeDiedError, exceptions.ObjectLostError)
+        if (call.begun_at is None or isinstance(error, lost)) and first.losses < LOSSES_MAX:
             for item in call.items:
                 item.losses += 1
             self._waiting.extendleft(reversed(call.items))

@@ -14,8 +14,8 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import FolderPackager
-from nemo_run_ray.cloud import ShipSource, source
-from nemo_run_ray.cloud.source import File, Link
+from nemo_run_ray.cloud import ShipSource, SourcePackager, source
+from nemo_run_ray.cloud.source import Entry, File, Link
 from nemo_run_ray.errors import SourceTooLarge, TransportError
 
 
@@ -30,8 +30,12 @@ def fill(root: Path, *names: str) -> None:
         (root / name).write_text(name)
 
 
+def collect(root: Path, **choice) -> dict[str, Entry]:
+    return SourcePackager(root=str(root), **choice).collect()
+
+
 def sent(root: Path, **choice) -> set[str]:
-    return set(source.collect(root, **choice))
+    return set(collect(root, **choice))
 
 
 def test_a_src_layout_is_found(root):
@@ -192,7 +196,7 @@ def test_an_include_that_leaves_the_root(root, pattern):
     fill(root, "src/a.py", "b/c.py")
     (root / "src/link").symlink_to("../b")
     with pytest.raises(TransportError, match="Nothing was sent"):
-        source.collect(root, include=[pattern])
+        collect(root, include=[pattern])
 
 
 def test_a_repository_that_git_does_not_trust_is_refused(root, monkeypatch):
@@ -203,7 +207,7 @@ def test_a_repository_that_git_does_not_trust_is_refused(root, monkeypatch):
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     with pytest.raises(TransportError, match="dubious ownership"):
-        source.collect(root)
+        collect(root)
 
 
 def test_links(root):
@@ -217,7 +221,7 @@ def test_links(root):
         ("weights", "w.npy"),
     ):
         (root / "src/a" / name).symlink_to(target)
-    tree = source.collect(root)
+    tree = collect(root)
     assert {name.removeprefix("src/"): entry for name, entry in tree.items()} == {
         "a/__init__.py": File(b"src/a/__init__.py"),
         "b/real.py": File(b"src/b/real.py"),
@@ -230,10 +234,10 @@ def test_links(root):
     }
     (root / "src/a/conf").symlink_to("../../conf")
     with pytest.raises(TransportError) as caught:
-        source.collect(root)
+        collect(root)
     for word in ("src/a/conf is a link to", "include=[", "exclude=['src/a/conf']"):
         assert word in str(caught.value)
-    tree = source.collect(root, include=["conf"])
+    tree = collect(root, include=["conf"])
     assert tree["src/a/conf"] == Link("../../conf")
     assert tree["conf/base.yaml"] == File(b"conf/base.yaml")
 
@@ -268,7 +272,7 @@ def test_a_submodule_asks_for_itself(root, tmp_path, caplog):
     subprocess.run(["git", "-C", str(root), *add], check=True)
     (root / "src/sub/.gitignore").write_text("local.py")
     (root / "src/sub/local.py").touch()
-    assert "src/sub/module.py" in source.collect(root)
+    assert "src/sub/module.py" in collect(root)
     assert "names them, such as src/sub/local.py." in caplog.text
 
 
@@ -293,7 +297,7 @@ def test_a_tracked_file_travels_though_a_pattern_names_it(root, name):
     subprocess.run(["git", "-C", str(root), "add", "-f", "."], check=True)
     (root / f"src/a/{name}").write_text("edited")
     fill(root, "src/a/untracked.jsonl", "src/a/build/deep/untracked.py")
-    found = source.collect(root)
+    found = collect(root)
     assert found[f"src/a/{name}"] == File(b"edited")
     assert not [one for one in found if "untracked" in one]
 
@@ -306,7 +310,7 @@ def test_what_cannot_be_read_is_named(open_root, name, mode):
     fill(root, "src/a/__init__.py", "src/a/sub/secret.py")
     secret = root / "src/a" / name
     secret.chmod(mode)
-    for pack in (source.collect, _packed):
+    for pack in (collect, _packed):
         text = _as_nobody(partial(pack, root))
         for word in (f"src/a/{name}", ": Permission denied", "exclude=", "Nothing was sent"):
             assert word in text
@@ -322,7 +326,7 @@ def test_what_is_left_out_is_not_looked_into(open_root, name, mode):
     (root / ".gitignore").write_text("ignored/\ntop\n")
     secret = root / name if name == "top" else root / "a" / name
     secret.chmod(mode)
-    for pack in (source.collect, _packed):
+    for pack in (collect, _packed):
         assert _as_nobody(partial(pack, root, exclude=["excluded"])) == "packed"
 
 

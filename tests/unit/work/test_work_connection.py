@@ -12,27 +12,21 @@ from nemo_run_ray.work import connection
 
 _MISMATCH = """Version mismatch: The cluster was started with:
     Ray: 2.54.0
-    Python: {python}
+    Python: 3.12.1
 This process on node 10.0.0.1 was started with:
     Ray: 2.60.0
     Python: 3.11.7
 """
 
 
-@pytest.mark.parametrize(
-    ("python", "step"),
-    [
-        ("3.11.7", r"Here: pip install 'ray\[default\]==2.54.0'"),
-        ("3.12.1", r"Here: make an environment with Python 3.12.1, and in it pip install 'ray"),
-    ],
-)
-def test_another_version_is_named_with_the_line_to_install_it(python, step):
+def test_another_version_is_named_with_the_line_to_install_it():
+    step = r"Python 3.12.1: pip install 'ray\[default\]==2.54.0'"
     with (
         pytest.raises(VersionMismatch, match=step) as caught,
         connection._translated("10.0.0.1:6379", {}),
     ):
-        raise RuntimeError(_MISMATCH.format(python=python))
-    assert f"version 2.54.0 with Python {python}; this program has 2.60.0" in str(caught.value)
+        raise RuntimeError(_MISMATCH)
+    assert "version 2.54.0 with Python 3.12.1; this program has 2.60.0" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +66,7 @@ def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
 
 @pytest.mark.parametrize(
     "address",
-    ["127.0.0.1:1", "127.0.0.1:65536", "ray://127.0.0.1:1", "no-such-host.invalid:6379"],
+    ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379"],
 )
 def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     """Ray itself would ask for two minutes, and then end the program."""
