@@ -61,6 +61,6 @@ def _without_source(render: Any) -> Any:
 def _shorten(judge: Any, record: logging.LogRecord) -> Any:
     """NeMo-Run logs the workload and the answer to it, as JSON."""
     # A long value is source code, and not a count or a path beside it.
-    long = r'("value": ?)"(?:[^"\\]|\\.){200,}"'
-    record.msg, record.args = re.sub(long, r'\1"…"', record.getMessage()), ()
+    record.msg = re.sub(r'("value": ?)"(?:[^"\\]|\\.){200,}"', r'\1"…"', record.getMessage())
+    record.args = ()
     return judge(record)
