@@ -41,22 +41,14 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import nemo_run
 from rich.markup import escape
 
 #: Environment variable that brings the tracebacks back, for a report of a fault of this package.
 VARIABLE = "NEMO_RUN_RAY_TRACEBACK"
-_LIBRARIES = (Path(__file__).parent, Path(nemo_run.__file__).parent)
-
-_COLOUR_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-#: Text that a progress bar has written over.
-_OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])|\r(?=\n|$)")
-#: Characters that a terminal would obey, or that HTML or UTF-8 cannot carry.
-_UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-#: Text that ``rich`` takes for the end of a style, and refuses where no such style begins.
-_CLOSING_TAG = re.compile(r"\[(?=/[^\[\]]*\])")
+_LIBRARIES = (f"{Path(__file__).parent}/", f"{Path(nemo_run.__file__).parent}/")
 
 
 def shown(text: str) -> str:
@@ -64,22 +56,24 @@ def shown(text: str) -> str:
 
     A job's log is the user's own and is passed on as it is.
     """
-    text = _COLOUR_CODE.sub("", text.replace("\r\n", "\n"))
-    return _UNFIT.sub("\ufffd", _OVERWRITTEN.sub("", text))
+    text = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text.replace("\r\n", "\n"))
+    # A progress bar writes over its text.
+    text = re.sub(r"[^\n]*\r(?=[^\n])|\r(?=\n|$)", "", text)
+    # A terminal would obey these, and HTML or UTF-8 cannot carry them.
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
 
 
 class NemoRunRayError(Exception):
     """Root of the tree above."""
 
     def __str__(self) -> str:
-        # NeMo-Run prints what a launch raises as markup of ``rich``.
-        return _CLOSING_TAG.sub("[ ", shown(super().__str__()))
+        # NeMo-Run prints what a launch raises as markup of ``rich``, which refuses the end of a
+        # style where none begins.
+        return re.sub(r"\[(?=/[^\[\]]*\])", "[ ", shown(super().__str__()))
 
     def _render_traceback_(self) -> list[str]:
         """The lines that IPython and notebooks print of an uncaught error."""
-        if os.environ.get(VARIABLE):
-            return "".join(traceback.format_exception(self)).splitlines()
-        return paragraph(self, self.__traceback__).splitlines()
+        return paragraph(self).splitlines()
 
 
 class ConfigError(NemoRunRayError, ValueError): ...
@@ -189,22 +183,17 @@ class SourceTooLarge(TransportError): ...
 def install() -> None:
     """Let Python print an error of this package as a paragraph; a second call changes nothing."""
     before = sys.excepthook
-    if getattr(before, "_of_nemo_run_ray", False):
+    if before.__module__ == __name__:
         return
 
-    def excepthook(
-        kind: type[BaseException], error: BaseException, frames: TracebackType | None
-    ) -> None:
-        if os.environ.get(VARIABLE):
-            before(kind, error, frames)
-        elif isinstance(error, NemoRunRayError):
-            print(paragraph(error, frames), file=sys.stderr)
+    def excepthook(kind: Any, error: Any, frames: Any) -> None:
+        if isinstance(error, NemoRunRayError):
+            print(paragraph(error), file=sys.stderr)
         elif hasattr(error, "_is_explained"):
             print(shown(str(error)), file=sys.stderr)
         else:
             before(kind, error, frames)
 
-    excepthook._of_nemo_run_ray = True  # type: ignore[attr-defined]
     sys.excepthook = excepthook
 
 
@@ -213,28 +202,21 @@ def as_markup(text: str) -> str:
     return escape(shown(text))
 
 
-def without_traceback(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
-    """The interrupt, marked so that it ends a program with its text alone, without its frames."""
-    interrupt._is_explained = True  # type: ignore[attr-defined]
-    return interrupt
-
-
-def paragraph(error: NemoRunRayError, frames: TracebackType | None) -> str:
-    """The error, and the last line before NeMo-Run or this package was called.
+def paragraph(error: NemoRunRayError) -> str:
+    """The error, and the last line before NeMo-Run or this package was called, or its traceback.
 
     Above it is the traceback of its cause in the process where the user's function has raised it.
     """
-    kind = type(error)
-    text = "\n".join(
-        [f"{kind.__module__}.{kind.__qualname__}: {error}", *getattr(error, "__notes__", ())]
-    )
+    if os.environ.get(VARIABLE):
+        return "".join(traceback.format_exception(error)).rstrip()
+    text = "".join(traceback.format_exception_only(error)).rstrip()
     cause = error.__cause__
     while cause is not None:
         text = f"{getattr(cause, 'traceback_elsewhere', '')}\n\n{text}".strip()
         cause = cause.__cause__
     place = ""
-    for frame in traceback.extract_tb(frames):
-        if any(Path(frame.filename).is_relative_to(folder) for folder in _LIBRARIES):
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(_LIBRARIES):
             break
         place = f"{frame.filename}, line {frame.lineno}; "
     return f"{shown(text)}\n({place}{VARIABLE}=1 shows the traceback)"

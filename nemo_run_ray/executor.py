@@ -7,6 +7,7 @@ import copy
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +34,7 @@ from nemo_run_ray.ids import LEDGER
 #: Variables that name the cluster file of executors that name none. The second is that of
 #: NeMo-Skills, and counts where its file is for Ray.
 FILE_VARIABLES = ("NEMO_RUN_RAY_CLUSTER", "NEMO_SKILLS_CONFIG")
-#: The name under which NeMo-Run runs a program's ``__main__`` again (``maybe_load_external_main``).
-_AGAIN = "__external_main__"
 _GUARD = 'Put what starts the run below `if __name__ == "__main__":`.'
-_COMPARES_ITS_NAME = re.compile(r"__name__\s*[!=]=|[!=]=\s*__name__")
 #: Called with every new subclass of ``RayExecutor``, so that NeMo-Run's registries know it too.
 ON_SUBCLASS: list[Callable[[type], None]] = []
 
@@ -254,9 +252,9 @@ class RayExecutor(Executor):
         Raises:
             ConfigError: the executors are of different clusters, or one is wrong.
         """
-        if len(executors) == 1 and executors[0].resource_group:
-            return executors[0]
         if len(executors) == 1:
+            if executors[0].resource_group:
+                return executors[0]
             executors = [copy.deepcopy(executors[0]) for _ in range(num_tasks)]
         for number, executor in enumerate(executors):
             if not isinstance(executor, cls) or executor.resource_group:
@@ -267,7 +265,6 @@ class RayExecutor(Executor):
             executor.check(executor.role or str(number))
         cluster_of_roles(executors)
         first, roles = executors[0], [executor.resolved() for executor in executors]
-        limits = filter(None, (role.max_in_flight for role in roles))
         sizes = [role.keep_logs_max_bytes for role in roles]
         merged = cls(
             # Names stay names: they are resolved when the group is launched.
@@ -277,7 +274,7 @@ class RayExecutor(Executor):
             grace_s=max(role.grace_s for role in roles),
             retries=max((role.retries for role in roles if not role.service), default=0),
             permanent_exit_codes=sorted({c for role in roles for c in role.permanent_exit_codes}),
-            max_in_flight=min(limits, default=None),
+            max_in_flight=min(filter(None, (role.max_in_flight for role in roles)), default=None),
             time_s=max(filter(None, (role.time_s for role in roles)), default=None),
             keep_logs_max_bytes=None if None in sizes else max(filter(None, sizes), default=0),
             dependencies=list(dict.fromkeys(one for role in roles for one in role.dependencies)),
@@ -296,8 +293,7 @@ class RayExecutor(Executor):
             )
         # NeMo-Run runs a program again to find the functions of its ``__main__``. On a node it
         # would launch itself, and wait for its own end; a look at an experiment would launch it.
-        frame = _top_level(_AGAIN)
-        if frame is not None:
+        if frame := _top_level("__external_main__"):  # ``maybe_load_external_main``
             raise ConfigError(
                 f"{frame.f_code.co_filename}, line {frame.f_lineno}, launches what was launched "
                 "already: NeMo-Run runs this program again to find the functions of its __main__. "
@@ -336,16 +332,13 @@ class RayExecutor(Executor):
 
 def cluster_of_roles(executors: Sequence[RayExecutor]) -> Cluster:
     """The cluster that all roles of a group have."""
-    first = executors[0]
-    cluster = first.resolve_cluster()
-    for number, executor in enumerate(executors):
-        other = executor.resolve_cluster()
+    cluster, *others = (executor.resolve_cluster() for executor in executors)
+    for other in others:
         if cluster.record() != other.record():
             raise ConfigError(
-                f"The roles {first.role or '0'!r} and {executor.role or str(number)!r} of a group "
-                f"have different clusters: {cluster!r} and {other!r}. A group is placed on one "
-                "cluster; give all of its executors the same RayExecutor.cluster or address, and "
-                "pools of a cluster file that have no address of their own."
+                f"The roles of a group have different clusters: {cluster!r} and {other!r}. A group "
+                "is placed on one cluster; give all of its executors the same RayExecutor.cluster "
+                "or address, and pools of a cluster file that have no address of their own."
             )
     return cluster
 
@@ -363,7 +356,7 @@ def check_guard() -> None:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return  # a notebook's cell, or standard input: no program that runs again
-    if not _COMPARES_ITS_NAME.search(text):
+    if not re.search(r"__name__\s*[!=]=|[!=]=\s*__name__", text):
         raise ConfigError(
             f"{file}, line {frame.f_lineno}, launches a function of its own program, and the node "
             f"runs that program again to find the function. {_GUARD}"
@@ -372,9 +365,7 @@ def check_guard() -> None:
 
 def _top_level(module: str) -> FrameType | None:
     """The frame of the top-level code of a module, if that code has led here."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_globals.get("__name__") == module and frame.f_code.co_name == "<module>":
             return frame
-        frame = frame.f_back
     return None

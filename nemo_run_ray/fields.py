@@ -41,6 +41,8 @@ AMOUNT_MAX = 1e18
 #: Control characters, which no address, path or header may hold.
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
+#: Fields of an executor that users do not set.
+_SET_BY_NEMO_RUN = ("experiment_id", "job_dir", "resource_group", "given_fields")
 #: Fields whose values may be credentials, and are never shown.
 _HIDDEN = ("env_vars", "secrets")
 
@@ -64,9 +66,10 @@ class Allowed(BaseModel):
             found = f"of type {type(value).__name__}" if path[0] in _HIDDEN else repr(value)
             if path[-1] == "[key]":
                 path, found = path[:-2], f"a dict with the name {value!r}"
-            where = ".".join(map(str, (owner, *path)))
             words = problem["msg"].removeprefix("Value error, ").replace("Input", "it")
-            raise ConfigError(f"{where} is {found}: {expected or words}.") from None
+            raise ConfigError(
+                f"{'.'.join(map(str, (owner, *path)))} is {found}: {expected or words}."
+            ) from None
 
 
 def refuse(field: str, value: Any, allowed: str) -> NoReturn:
@@ -82,7 +85,7 @@ def is_amount(value: Any) -> bool:
 
 def is_whole(value: Any, least: int) -> bool:
     """Whether it is a whole number from this one, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return type(value) is int and value >= least
 
 
 def _that(fits: Callable[[Any], Any], allowed: str) -> AfterValidator:
@@ -127,8 +130,13 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def meant(name: object, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known."""
-    like = nearest(name, known)
+    """The end of a message about a name that is not known.
+
+    A name with one word of a single known name is taken for that: ``num_gpu``, ``gpus_per_node``.
+    """
+    words = {word.rstrip("s") for word in str(name).lower().split("_")}
+    alike = [one for one in known if words & {word.rstrip("s") for word in one.split("_")}]
+    like = nearest(name, known) or (alike[0] if len(alike) == 1 else None)
     return f"did you mean {like!r}?" if like else f"known are {', '.join(known) or 'none'}."
 
 
@@ -145,8 +153,8 @@ def strict_init(cls: _Class) -> _Class:
         try:
             signature.bind(self, *args, **kwargs)
         except TypeError as error:
-            known = [field.name for field in dataclasses.fields(cls) if field.init]
-            unknown = next((name for name in kwargs if name not in known), "")
+            unknown = next((name for name in kwargs if name not in signature.parameters), "")
+            known = [name for name in [*signature.parameters][1:] if name not in _SET_BY_NEMO_RUN]
             problem = f"there is no field {unknown!r}" if unknown else error
             raise ConfigError(f"{cls.__name__}: {problem}; {meant(unknown, known)}") from None
         construct(self, *args, **kwargs)
@@ -307,6 +315,8 @@ _Amount = Annotated[
         f"0, or an int or a float from {_RESOURCE_MIN} to {RESOURCE_MAX}",
     ),
 ]
+#: Resources with a field of their own.
+_OWN_FIELDS = ("CPU", "GPU", "memory", "object_store_memory")
 #: A label's name or value, and what Ray takes as a condition for one: ``a``, ``!a``, ``in(a, b)``;
 #: of another one it says so only to a job.
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
@@ -314,8 +324,6 @@ _Label = Annotated[str, Field(pattern=rf"^(?:[a-zA-Z0-9._-]{{1,253}}/)?{_LABEL}$
 _LabelCondition = Annotated[
     str, Field(pattern=rf"^(?:!?{_LABEL}|!?(?:in)?\({_LABEL}(?:, ?{_LABEL})*\)|)$")
 ]
-# 64G is GiB for Slurm and Docker, and GB for Kubernetes.
-_BYTES = re.compile(r"\s*\d{0,18}\.?\d{1,18}\s*(?:[kmgtp]i?b|b)?\s*", re.IGNORECASE)
 _MEMORY = TypeAdapter(ByteSize)
 
 
@@ -325,7 +333,9 @@ def parse_memory(value: int | str) -> int:
 
 
 def _is_memory(value: Any) -> bool:
-    is_clear = is_whole(value, 0) or (isinstance(value, str) and _BYTES.fullmatch(value))
+    # 64G is GiB for Slurm and Docker, and GB for Kubernetes.
+    form = r"(?i)\s*\d{0,18}\.?\d{1,18}\s*(?:[kmgtp]i?b|b)?\s*"
+    is_clear = is_whole(value, 0) or (isinstance(value, str) and re.fullmatch(form, value))
     return bool(is_clear) and parse_memory(value) <= RESOURCE_MAX
 
 
@@ -336,12 +346,24 @@ class _ExecutorFields(Allowed):
     nodes: PositiveInt
     ntasks_per_node: PositiveInt
     cpus_per_node: _Amount | None
-    gpus_per_node: _Amount
+    gpus_per_node: Annotated[
+        _Amount,
+        _that(lambda value: value <= 1 or not value % 1, "a number up to 1, or a whole one"),
+    ]
     memory_per_node: Annotated[Any, _that(_is_memory, "")] | None = Field(
         description="allowed are bytes, or a text such as '64GiB' (of 1024) or '64GB' (of 1000), "
         f"up to {RESOURCE_MAX} bytes"
     )
-    resources_per_node: dict[Text, _Amount]
+    resources_per_node: dict[
+        Annotated[
+            Text,
+            _that(
+                lambda name: name not in _OWN_FIELDS,
+                f"none of {', '.join(_OWN_FIELDS)}, which have fields of their own",
+            ),
+        ],
+        _Amount,
+    ]
     label_selector: dict[_Label, _LabelCondition] = Field(
         description="allowed is a dict of values by label, such as {'zone': 'a'}, {'zone': '!a'} "
         "or {'zone': 'in(a, b)'}; names and values have at most 63 letters, digits, '-', '_' and "
@@ -390,24 +412,9 @@ class _ExecutorFields(Allowed):
     keep_logs_max_bytes: NonNegativeInt | None
 
 
-#: Resources with a field of their own.
-_OWN_FIELDS = ("CPU", "GPU", "memory", "object_store_memory")
-
-
 def check_executor(executor: Any) -> None:
     """Check the fields of a RayExecutor, except for the cluster."""
     _ExecutorFields.check("RayExecutor", vars(executor))
-    if executor.gpus_per_node > 1 and executor.gpus_per_node % 1:
-        refuse(
-            "RayExecutor.gpus_per_node", executor.gpus_per_node, "a number up to 1, or a whole one"
-        )
-    for name in executor.resources_per_node:
-        if name in _OWN_FIELDS:
-            allowed = f"what has no field of its own, as {', '.join(_OWN_FIELDS)} have"
-            refuse("RayExecutor.resources_per_node", executor.resources_per_node, allowed)
-    fixed = [port for port in executor.ports.values() if port]
-    if len(set(fixed)) < len(fixed):
-        refuse("RayExecutor.ports", executor.ports, "a number once, or 0 for a free one")
     check_runtime_env(executor.runtime_env, executor.allow_unknown_runtime_env)
     for field, variables in variables_of(executor).items():
         for name in variables.keys() & executor.secrets:
@@ -456,8 +463,6 @@ _OF_RUNTIME_ENV = (
     *_BESIDE_CONTAINER,
     *("py_executable", "worker_process_setup_hook", "nsight", "rocprof_sys", "java_jars"),
 )
-#: A line of requirements that names another file of them.
-_OTHER_FILE = re.compile(r"\s*(?:-r|--requirement)(?:\s+|=|(?<=-r))(?P<path>[^\s#]+)")
 #: One string of a new process (MAX_ARG_STRLEN, execve(2)): Ray tries for ever to start its worker.
 _VARIABLE_BYTES_MAX = 128 * 1024
 
@@ -565,7 +570,8 @@ def _requirements(name: str, packages: str | Sequence[str], folder: Path = Path(
         return _requirements(name, text.strip().split("\n"), path.parent)
     requirements = []
     for line in packages:
-        other = _OTHER_FILE.match(line)
+        # A line that names another file of them.
+        other = re.match(r"\s*(?:-r|--requirement)(?:\s+|=|(?<=-r))(?P<path>[^\s#]+)", line)
         requirements += _requirements(name, other["path"], folder) if other else [line]
     return requirements
 

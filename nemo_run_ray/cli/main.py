@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import functools
-import io
 import json
 import logging
 import math
@@ -19,19 +16,20 @@ import webbrowser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, wraps
 from importlib import metadata
 from importlib.metadata import entry_points
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from nemo_run.core.frontend.console.api import CONSOLE
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
+from typer import Argument, Context, Exit, Option, Typer
 
 from nemo_run_ray import clusters as kinds
 from nemo_run_ray.cli.status_report import StatusReport, experiment_rows, observe, page
@@ -53,9 +51,7 @@ from nemo_run_ray.experiment.logs import last_lines, lines, only
 from nemo_run_ray.experiment.store import (
     did_you_mean,
     experiments,
-    find_experiment,
     store_of,
-    titles,
 )
 from nemo_run_ray.remote.spec import Json
 
@@ -68,52 +64,48 @@ if TYPE_CHECKING:
 class _Plain(Console):
     """Prints words as they are: they come from clusters and files, and are no markup of ours."""
 
-    def __init__(self) -> None:
-        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False)
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
+    def render(self, *what: Any) -> Iterable[Segment]:
+        for segment in super().render(*what):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
 
 
-#: The console of all verbs; logs and JSON are printed without it.
-out = _Plain()
+#: The console of all verbs; logs and JSON are printed without it. But for a terminal, a row of a
+#: table is one line, however long, so that ``grep`` finds it.
+out = _Plain(
+    width=None if sys.stdout.isatty() else 100_000,
+    soft_wrap=True,
+    highlight=False,
+    markup=False,
+    emoji=False,
+)
 
 
 def show(rows: Sequence[Json], columns: Sequence[str], as_json: bool = False) -> None:
-    """Print rows: as JSON, or one line for each, however long, so that ``grep`` finds it."""
+    """Print rows: as JSON, or as a table."""
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    lines = [[name.replace("_", " ") for name in columns]]
-    lines += [[_cell(row[name]) for name in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print(shown("  ".join(cells).rstrip()))
+    table = Table(*(name.replace("_", " ") for name in columns), box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in columns))
+    out.print(table)
 
 
 def _cell(value: object) -> str:
     if isinstance(value, Mapping):
         value = [f"{name}={one}" for name, one in value.items()]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return ", ".join(map(str, value))
     return "" if value is None else " ".join(str(value).split())
 
 
 def _complete(incomplete: str) -> list[str]:
-    """Titles and ids of experiments, and ids of their jobs, that begin so."""
-    names: set[str] = set()
-    for folder in experiments():
-        names |= {folder.parent.name, folder.name}
-        if incomplete.startswith(folder.name):
-            names |= set(store_of(folder).ledger.jobs())
+    """Titles and ids of experiments that begin so."""
+    names = {name for folder in experiments() for name in (folder.parent.name, folder.name)}
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-def _complete_job(context: typer.Context, incomplete: str) -> list[str]:
+def _complete_job(context: Context, incomplete: str) -> list[str]:
     """Names of jobs of the experiment that is named before."""
     with suppress(NemoRunRayError):
         jobs = find("".join(context.args[:1]))
@@ -122,19 +114,15 @@ def _complete_job(context: typer.Context, incomplete: str) -> list[str]:
 
 
 _NAME_HELP = "An experiment's id or title, a handle or a job's id."
-Name = Annotated[str, typer.Argument(help=_NAME_HELP, autocompletion=_complete)]
-Experiment = Annotated[str, typer.Argument(help="Its id or title.", autocompletion=_complete)]
-Job = Annotated[
-    str, typer.Option(help="Only this job of an experiment.", autocompletion=_complete_job)
+Name = Annotated[str, Argument(help=_NAME_HELP, autocompletion=_complete)]
+Experiment = Annotated[str, Argument(help="Its id or title.", autocompletion=_complete)]
+Job = Annotated[str, Option(help="Only this job of an experiment.", autocompletion=_complete_job)]
+AsJson = Annotated[bool, Option("--json", help="For programs.")]
+ClusterFile = Annotated[
+    str | None, Option(help="A cluster file of an embedded Ray, or of one on Slurm.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
-_FILE = "A cluster file of an embedded Ray, or of one on Slurm."
 _BROKEN = "broken"
 _COLORS = {"ok": "green", "warning": "yellow", _BROKEN: "red", "unknown": "yellow"}
-#: Lines of each log that are read before those of other jobs are printed.
-_LINES_AHEAD = 1000
-#: Seconds between two looks of a table that follows.
-_REFRESH_S = 2.0
 #: Typer's settings of a verb that hands all its arguments to another command, also ``--help``.
 _AS_THEY_ARE = {
     "allow_extra_args": True,
@@ -148,10 +136,10 @@ def status(
     name: Name,
     as_json: AsJson = False,
     once: Annotated[
-        bool, typer.Option("--once", help="Look once, do not follow; see its exit code.")
+        bool, Option("--once", help="Look once, do not follow; see its exit code.")
     ] = False,
     elements: Annotated[
-        str | None, typer.Option(help="Of an array: failed, running, … or 3,7-9.")
+        str | None, Option(help="Of an array: failed, running, … or 3,7-9.")
     ] = None,
     job: Job = "",
 ) -> None:
@@ -167,17 +155,16 @@ def status(
         out.print(report.table(time.time()))
     else:
         # A table that follows is cut at the terminal's width, so the last one is printed once more.
-        live = Live(report.table(time.time()), console=out, auto_refresh=False, transient=True)
         reports = _reports(jobs, report)
         try:
-            with live:
+            with Live(console=out, auto_refresh=False, transient=True) as live:
                 for report in reports:
                     live.update(report.table(time.time()), refresh=True)
         finally:
             out.print(report.table(time.time()))
         _copy_logs(report)
-    if once and report.exit_code:
-        raise typer.Exit(report.exit_code)
+    if once:
+        raise Exit(report.exit_code)
 
 
 def _reports(
@@ -192,7 +179,7 @@ def _reports(
             return
         for exp_dir in {job.record.exp_dir for job in jobs}:
             tend(exp_dir)
-        time.sleep(min(_REFRESH_S, left_s))
+        time.sleep(min(2.0, left_s))
         report = observe(jobs)
 
 
@@ -205,9 +192,9 @@ def _copy_logs(report: StatusReport) -> None:
 
 
 def wait(
-    names: Annotated[list[str], typer.Argument(help=_NAME_HELP, autocompletion=_complete)],
+    names: Annotated[list[str], Argument(help=_NAME_HELP, autocompletion=_complete)],
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds to wait; exit code 124 after them.", min=0)
+        float | None, Option(help="Seconds to wait; exit code 124 after them.", min=0)
     ] = None,
 ) -> None:
     """Wait until jobs have ended. Exit code: 0 if all have succeeded, else that of the first of
@@ -228,20 +215,20 @@ def wait(
     if report.is_over:
         _copy_logs(report)
     else:
-        running = [job.name for job, status in report.seen if not status.state.is_terminal]
+        running = (job.name for job, status in report.seen if not status.state.is_terminal)
         print(
             f"nemo-run-ray: after {timeout:g} s these jobs have not ended: {', '.join(running)}. "
             "They continue.",
             file=sys.stderr,
         )
-        raise typer.Exit(124)  # as the command `timeout`
-    raise typer.Exit(report.exit_code)
+        raise Exit(124)  # as the command `timeout`
+    raise Exit(report.exit_code)
 
 
 def timeline(
     experiment: Experiment,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file; without it <title>.html.")
+        Path | None, Option("--output", "-o", help="The file; without it <title>.html.")
     ] = None,
 ) -> None:
     """Write a page that shows when each job of an experiment waited, ran and ended."""
@@ -257,31 +244,27 @@ def timeline(
 
 def logs(
     name: Name,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job's end.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Until the job's end.")] = False,
     job: Job = "",
-    role: Annotated[str, typer.Option(help="One role of a group, or role/replica.")] = "",
-    element: Annotated[
-        int | None, typer.Option(help="One element of an array, from 0.", min=0)
-    ] = None,
+    role: Annotated[str, Option(help="One role of a group, or role/replica.")] = "",
+    element: Annotated[int | None, Option(help="One element of an array, from 0.", min=0)] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="With Ray's lines and the package's last one.")
+        bool, Option("--raw", help="With Ray's lines and the package's last one.")
     ] = False,
-    tail: Annotated[
-        int | None, typer.Option(help="Begin with so many lines at the end.", min=0)
-    ] = None,
+    tail: Annotated[int | None, Option(help="Begin with so many lines at the end.", min=0)] = None,
 ) -> None:
     """Print the output of a job, or of all jobs of an experiment."""
 
     def text(one: RemoteJob) -> Iterator[str]:
         def read(is_followed: bool) -> Iterator[str]:
             found = one.log(is_followed) if raw else one.output(is_followed)
-            who = role or ("" if element is None else str(element))
             return only(who, lines(found)) if who else found
 
         return read(follow) if tail is None else last_lines(read, tail, follow)
 
+    who = role or ("" if element is None else str(element))
     jobs = _jobs(name, job)
-    if len(jobs) > 1 and not role and element is None:
+    if len(jobs) > 1 and not who:
         pieces = _prefixed({one.name: partial(text, one) for one in jobs}, follow)
     else:
         found = _job(name, job)
@@ -289,15 +272,14 @@ def logs(
             if not found.record.is_array:
                 raise JobError(f"The job {found.name!r} is no array; leave --element out.")
             array = found.elements
-            if array and element >= array["elements"]:
-                last = array["elements"] - 1
-                raise JobError(f"The array {found.name!r} has the elements 0 to {last}.")
+            if array and element >= (count := array["elements"]):
+                raise JobError(f"The array {found.name!r} has the elements 0 to {count - 1}.")
         if role:
             if not found.record.has_roles:
                 raise JobError(f"The job {found.name!r} is no group; leave --role out.")
             group = found.roles(found.status)
             names = [f"{row['role']}/{row['replica']}" for row in group["roles"]] if group else []
-            if names and not any(role in (one, one.rpartition("/")[0]) for one in names):
+            if names and role not in names and f"{role}/0" not in names:
                 raise JobError(f"The job {found.name!r} has the roles {', '.join(sorted(names))}.")
         pieces = text(found)
     for piece in pieces:
@@ -311,7 +293,7 @@ def _prefixed(texts: Mapping[str, Callable[[], Iterator[str]]], together: bool) 
     Raises:
         NemoRunRayError, OSError: a log could not be read; all others were.
     """
-    arrived: queue.Queue[str | None] = queue.Queue(_LINES_AHEAD)
+    arrived: queue.Queue[str | None] = queue.Queue(1000)  # so many lines are read ahead
     errors: list[Exception] = []
 
     def read(name: str) -> None:
@@ -343,7 +325,7 @@ def cancel(
     name: Name,
     job: Job = "",
     elements: Annotated[
-        str | None, typer.Option(help="Only these of an array: 3,7-9, waiting or running.")
+        str | None, Option(help="Only these of an array: 3,7-9, waiting or running.")
     ] = None,
 ) -> None:
     """Stop the jobs of an experiment, or one job, and wait until they have ended."""
@@ -355,7 +337,7 @@ def cancel(
 
 
 def list_experiments(
-    everything: Annotated[bool, typer.Option("--all", help="Also those that have ended.")] = False,
+    everything: Annotated[bool, Option("--all", help="Also those that have ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """The experiments of this NeMo-Run home whose jobs wait or run, the newest first."""
@@ -389,8 +371,9 @@ def _jobs(name: str, job: str = "") -> list[RemoteJob]:
     jobs = find(name)
     names = [one.name for one in jobs]
     if job and job not in names:
-        near = did_you_mean(job, names)
-        raise JobError(f"{name!r} has no job {job!r}; it has {', '.join(names)}.{near}")
+        raise JobError(
+            f"{name!r} has no job {job!r}; it has {', '.join(names)}.{did_you_mean(job, names)}"
+        )
     return [one for one in jobs if not job or one.name == job]
 
 
@@ -398,8 +381,10 @@ def _job(name: str, job: str) -> RemoteJob:
     """The only job of a name, or the one of several that is named."""
     jobs = _jobs(name, job)
     if len(jobs) != 1:
-        names = ", ".join(one.name for one in jobs)
-        raise JobError(f"{name!r} has the jobs {names}; name one of them with --job.")
+        raise JobError(
+            f"{name!r} has the jobs {', '.join(one.name for one in jobs)}; name one of them with "
+            "--job."
+        )
     return jobs[0]
 
 
@@ -408,27 +393,18 @@ def resume(experiment: Experiment) -> None:
     from nemo_run_ray.nemo import registry
     from nemo_run_ray.nemo.scheduler import resume_experiment
 
-    folder = find_experiment(experiment)
-    try:
-        loaded = registry.load_experiment(folder.name if folder else experiment)
-    except FileNotFoundError as error:
-        raise JobError(
-            f"There is no experiment {experiment!r} in NeMo-Run's home."
-            f"{did_you_mean(experiment, titles())} `nemo-run-ray list --all` lists those that "
-            "reached a cluster; NEMORUN_HOME names another home."
-        ) from error
-    for line in resume_experiment(loaded):
+    for line in resume_experiment(registry.load_experiment(experiment)):
         out.print(line)
 
 
 def up(
-    num_cpus: Annotated[int | None, typer.Option(help="CPUs that Ray may give away.")] = None,
-    num_gpus: Annotated[int | None, typer.Option(help="GPUs that Ray may give away.")] = None,
-    cluster: Annotated[str | None, typer.Option(help=_FILE)] = None,
+    num_cpus: Annotated[int | None, Option(help="CPUs that Ray may give away.")] = None,
+    num_gpus: Annotated[int | None, Option(help="GPUs that Ray may give away.")] = None,
+    cluster: ClusterFile = None,
 ) -> None:
     """Start the embedded Ray, or an allocation of Slurm, and keep it."""
-    size: Json = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-    size = {name: value for name, value in size.items() if value is not None}
+    given = (("num_cpus", num_cpus), ("num_gpus", num_gpus))
+    size: Json = {name: value for name, value in given if value is not None}
     found = cluster_of_ours(cluster)
     if size and isinstance(found, kinds.SlurmCluster):
         raise ConfigError(
@@ -444,23 +420,21 @@ def _option(file: str | None) -> str:
 
 
 def down(
-    force: Annotated[
-        bool, typer.Option("--force", help="Cancel the jobs that run on it first.")
-    ] = False,
-    name: Annotated[str | None, typer.Option("--cluster", help=_FILE)] = None,
+    force: Annotated[bool, Option("--force", help="Cancel the jobs that run on it first.")] = False,
+    cluster: ClusterFile = None,
 ) -> None:
     """Stop such a cluster, when its jobs have ended; how they ended is noted first."""
-    cluster = cluster_of_ours(name)
-    dashboard = cluster.find()
+    found = cluster_of_ours(cluster)
+    dashboard = found.find()
     archive = None
     if dashboard is None:  # it may have died; an allocation may wait in Slurm's queue
-        archive = cluster.archive()
+        archive = found.archive()
     else:
-        _end_jobs(cluster, dashboard, force, name)
-    if cluster.stop() or dashboard:
-        out.print(f"Ray is stopped: {cluster.title}")
+        _end_jobs(found, dashboard, force, cluster)
+    if found.stop() or dashboard:
+        out.print(f"Ray is stopped: {found.title}")
     else:
-        out.print(archive.sentence if archive else f"No Ray is up: {cluster.title}")
+        out.print(archive.sentence if archive else f"No Ray is up: {found.title}")
 
 
 def stop_unused(state_dir: str) -> None:
@@ -524,13 +498,13 @@ def cluster_of_ours(name: str | None) -> LocalCluster | SlurmCluster:
 
 def doctor(
     name: Annotated[
-        str | None, typer.Argument(help="A cluster file, for what it says must be there.")
+        str | None, Argument(help="A cluster file, for what it says must be there.")
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="A dashboard's address; without it and a name the embedded Ray."),
+        Option(help="A dashboard's address; without it and a name the embedded Ray."),
     ] = None,
-    cluster: Annotated[str | None, typer.Option(help="The same as the name.")] = None,
+    cluster: Annotated[str | None, Option(help="The same as the name.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that a cluster can be reached and used. Exit code 1 when something is broken."""
@@ -548,7 +522,7 @@ def doctor(
     else:
         out.print(checks_table(rows))
     if any(row.state.value == _BROKEN for row in rows):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def dashboard_of(cluster: Cluster, file: str | None = None) -> Dashboard:
@@ -572,17 +546,14 @@ def checks_table(rows: Sequence[CheckRow]) -> Group:
     """A line for each check, for people."""
     lines = []
     for row in rows:
-        state = f"{row.state.value:8}"
+        state = f"{row.state.value:8}", _COLORS[row.state.value]
         step = f"\n         -> {row.next_step}" if row.next_step else ""
-        text = f" {row.check}: {row.message}{step}"
-        lines.append(Text.assemble((state, _COLORS[row.state.value]), text))
+        lines.append(Text.assemble(state, f" {row.check}: {row.message}{step}"))
     return Group(*lines)
 
 
 def clusters(
-    name: Annotated[
-        str | None, typer.Argument(help="Name or path of one, to see what it says.")
-    ] = None,
+    name: Annotated[str | None, Argument(help="Name or path of one, to see what it says.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The cluster files that there are, or every value of one and where it comes from."""
@@ -619,9 +590,8 @@ def _row(name: str, path: str) -> Json:
 
 
 def _wrong(name: str, path: str, error: ConfigError) -> Json:
-    first = str(error).partition("\n")[0]
-    row = {"name": name, "kind": "wrong", "where": first, "pools": [], "path": path}
-    return row | {"error": str(error)}
+    first, row = str(error).partition("\n")[0], {"name": name, "kind": "wrong", "pools": []}
+    return row | {"where": first, "path": path, "error": str(error)}
 
 
 def _show_file(name: str, as_json: bool) -> None:
@@ -651,9 +621,9 @@ def _show_file(name: str, as_json: bool) -> None:
 
 
 def init(
-    name: Annotated[str, typer.Argument(help="Name of the new file, without a suffix.")] = "ray",
+    name: Annotated[str, Argument(help="Name of the new file, without a suffix.")] = "ray",
     address: Annotated[
-        str | None, typer.Option(help="A dashboard to ask for nodes, labels and resources.")
+        str | None, Option(help="A dashboard to ask for nodes, labels and resources.")
     ] = None,
 ) -> None:
     """Write a first cluster file, cluster_configs/NAME.yaml, with comments."""
@@ -679,18 +649,11 @@ def patches(as_json: AsJson = False) -> None:
     """The changes of NeMo-Run that there are: what each is for, and whether it is applied."""
     from nemo_run_ray import patches as known
 
-    rows = []
-    for name, state in known.status().items():
-        patch = known.patch(name)
-        rows.append(
-            {
-                "name": name,
-                "state": state,
-                "why": patch.why,
-                "verified": list(patch.verified),
-                "retired_by": patch.retired_by,
-            }
-        )
+    about = ("why", "verified", "retired_by")
+    rows = [
+        {"name": name, "state": state, **{one: getattr(known.patch(name), one) for one in about}}
+        for name, state in known.status().items()
+    ]
     show(rows, ("name", "state", "why"), as_json)
     if not as_json:
         out.print(f"Apply them with nemo_run_ray.patches.apply() or {known.VARIABLE}=…")
@@ -715,21 +678,17 @@ VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
-def ns(context: typer.Context) -> None:
+def ns(context: Context) -> None:
     """Run a command of NeMo-Skills (`ns generate …`), whose tasks run on Ray."""
     from nemo_run_ray import patches
 
     commands = entry_points(group="console_scripts", name="ns")
     command = next((one for one in commands if one.value.startswith("nemo_skills.")), None)
     if command is None:
-        problem = (
+        raise ConfigError(
             "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "
             f"({sys.executable}). Install it there, from its source."
         )
-        if context.args not in ([], ["--help"]):
-            raise ConfigError(problem)
-        out.print(context.get_help(), problem, sep="")
-        return
     patches.apply("skills_executor")
     app = command.load()
     sys.argv = ["ns", *context.args]
@@ -743,28 +702,19 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
     here it does so on standard error.
     """
 
-    @functools.wraps(verb)
+    @wraps(verb)
     def run(*args: Any, **kwargs: Any) -> None:
         before, CONSOLE.stderr = CONSOLE.stderr, True
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not show every character
-            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             verb(*args, **kwargs)
             sys.stdout.flush()
-        except NemoRunRayError as error:
-            print(f"nemo-run-ray: {error}", file=sys.stderr)
-            raise typer.Exit(1) from error
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        except OSError as error:
-            if error.filename is None:
-                if error.errno != errno.ENOSPC:
-                    raise
-                # Nothing more is written there, also at the end of the program.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            where = error.filename or "Standard output"
-            print(f"nemo-run-ray: {where}: {error.strerror}.", file=sys.stderr)
-            raise typer.Exit(1) from error
+            raise Exit(130) from None
+        except BrokenPipeError:  # of `| head`, which typer ends quietly
+            raise
+        except (NemoRunRayError, OSError) as error:
+            print(f"nemo-run-ray: {error}", file=sys.stderr)
+            raise Exit(1) from error
         finally:
             CONSOLE.stderr = before
 
@@ -774,24 +724,22 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
 def _global_options(
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", help="No lines of NeMo-Run and this package but errors."),
+        Option("--quiet", "-q", help="No lines of NeMo-Run and this package but errors."),
     ] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the versions.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the versions.")] = False,
 ) -> None:
     """Run NeMo-Run tasks on Ray."""
     if version:
         for package in ("nemo_run_ray", "nemo_run", "ray"):
             print(package, metadata.version(package))
-        raise typer.Exit
+        raise Exit
     if quiet:
         logging.disable(logging.WARNING)
         CONSOLE.quiet = True
 
 
-def build() -> typer.Typer:
-    app = typer.Typer(
-        no_args_is_help=True, invoke_without_command=True, pretty_exceptions_enable=False
-    )
+def build() -> Typer:
+    app = Typer(no_args_is_help=True, invoke_without_command=True, pretty_exceptions_enable=False)
     app.callback()(_global_options)
     for name, verb in VERBS.items():
         app.command(name)(guarded(verb))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
+from itertools import accumulate
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Group, RenderableType
@@ -45,11 +45,10 @@ _EXIT_CODES = {
     JobState.UNKNOWN: 5,
     JobState.CANCELLED: 6,
 }
+#: Kind, state, begin, end and a text.
+_Bar = tuple[str, str, float, float, str]
 #: Jobs whose names a cell shows before it only counts them.
 _NAMES_MAX = 3
-_ELEMENT_STATES = ("succeeded", "failed", "cancelled", "running", "waiting")
-#: A job, or an attempt of one, as ``status --json`` has it.
-Row = Json
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class StatusReport:
     def complete(self) -> None:
         """Add to the rows what takes longer to find out: when attempts began, or were seen last."""
 
-        def complete(job: RemoteJob, row: Row) -> None:
+        def complete(job: RemoteJob, row: Json) -> None:
             seen = job.with_begin_times(job.attempts_in(self.snapshot)).values()
             for attempt, record in zip(row["attempts"], seen, strict=True):
                 attempt["running_at"] = record.running_at
@@ -97,10 +96,12 @@ class StatusReport:
 
     def table(self, now: float) -> Group:
         """Everything for people; ``now`` in seconds since the epoch."""
-        names = ("job", "state", "reason", "attempt", "node", "since", "waits for")
-        lines: list[tuple[str | Text, ...]] = []
+        lines: list[tuple[str | Text, ...]] = [
+            ("job", "state", "reason", "attempt", "node", "since", "waits for")
+        ]
         parts: list[RenderableType] = []
-        troubles: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # many jobs may share one
+        # Many jobs may share one.
+        troubles = defaultdict[tuple[str, ...], list[tuple[str, str]]](list)
         for (job, status), row in zip(self.seen, self.rows, strict=True):
             last = row["attempts"][-1] if row["attempts"] else {"exit_code": None}
             has_code = status.reason is Reason.EXIT_CODE and last["exit_code"] is not None
@@ -116,12 +117,23 @@ class StatusReport:
                 )
             )
             if status.reason.is_trouble or status.reason is Reason.ROOM:
-                what = (row["reason"], status.detail, status.tail)
-                troubles.setdefault(what, []).append((job.name, status.message))
+                same = troubles[row["reason"], status.detail, status.tail]
+                same.append((job.name, status.message))
             if "roles" in row:
-                parts += _group_lines(row)
+                parts.append(f"\n{job.name} is {row['phase']}")
+                if row.get("waits_for_room"):
+                    parts.append(f"waiting for room: {row['waits_for_room']}")
+                names = ("role", "state", "exit code", "node", "address")
+                roles = Table(*names, box=None, pad_edge=False)
+                for role in row["roles"]:
+                    code = "" if role["exit_code"] is None else str(role["exit_code"])
+                    is_service = " (service)" if role["service"] else ""
+                    name = f"{role['role']}/{role['replica']}{is_service}"
+                    roles.add_row(name, role["state"], code, role["host"], role["address"])
+                parts += [*not_ready(row), roles]  # type: ignore[arg-type]
             if "elements" in row:
-                counts = [f"{row[state]} {state}" for state in _ELEMENT_STATES if row[state]]
+                states = ("succeeded", "failed", "cancelled", "running", "waiting")
+                counts = [f"{row[state]} {state}" for state in states if row[state]]
                 pace = ""
                 if row["running"] and row["left_s"] is not None:
                     left = length(round(row["left_s"]))
@@ -134,12 +146,11 @@ class StatusReport:
                     parts.append(f"  Their output: nemo-run-ray logs {job.id} --element N")
         for shared in troubles.values():
             parts.append(f"\n{_short([name for name, _ in shared])}: {shared[0][1]}")
-        table = Table(box=None, pad_edge=False)
-        used = [column for column in range(len(names)) if any(line[column] for line in lines)]
-        for column in used:
-            table.add_column(names[column])
-        for line in lines:
-            table.add_row(*(line[column] for column in used))
+        used = [column for column in zip(*lines, strict=True) if any(column[1:])]
+        header, *cells = zip(*used, strict=True)
+        table = Table(*map(str, header), box=None, pad_edge=False)
+        for line in cells:
+            table.add_row(*line)
         return Group(table, *parts)
 
 
@@ -187,20 +198,17 @@ def experiment_rows(everything: bool, now: float) -> list[Json]:
         everything: also those all of whose jobs have ended.
         now: in seconds since the epoch.
     """
-    looked_at: list[tuple[Path, list[RemoteJob]]] = []
+    snapshot, rows = Snapshot(), []
     for folder in experiments():
         try:
             jobs = jobs_of(folder)
         except NemoRunRayError as error:  # the others are shown all the same
             log.warning("The experiment %s is left out: %s", folder.name, error)
             continue
-        if jobs and (everything or not all(job.record.terminal for job in jobs)):
-            looked_at.append((folder, jobs))
-    seen = iter(observe([job for _, jobs in looked_at for job in jobs]).seen)
-    rows = []
-    for folder, jobs in looked_at:
-        states = Counter(next(seen)[1].state for _ in jobs)
-        if everything or not all(state.is_terminal for state in states):
+        if not everything and all(job.record.terminal for job in jobs):
+            continue
+        states = Counter(job.status_in(snapshot).state for job in jobs)
+        if states and (everything or not all(state.is_terminal for state in states)):
             began_at = store_of(folder).ledger.began_at() or now
             rows.append(
                 {
@@ -208,14 +216,14 @@ def experiment_rows(everything: bool, now: float) -> list[Json]:
                     "title": folder.parent.name,
                     "jobs": [f"{count} {state.value}" for state, count in states.most_common()],
                     "began_at": began_at,
-                    "began": f"{length(now - began_at)} ago",
+                    "began": f"{length(now - began_at).partition(' ')[0]} ago",
                     "cluster": " ".join(dict.fromkeys(job.cluster.title for job in jobs)),
                 }
             )
     return rows
 
 
-def since(row: Row, now: float) -> str:
+def since(row: Json, now: float) -> str:
     """Time since the newest attempt got its state; empty if that was not seen."""
     if not row["attempts"]:
         return ""
@@ -231,20 +239,7 @@ def _short(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
-def _group_lines(group: Row) -> list[RenderableType]:
-    """One line for every replica of a group."""
-    lines: list[RenderableType] = [f"\n{group['job']} is {group['phase']}"]
-    if group.get("waits_for_room"):
-        lines.append(f"waiting for room: {group['waits_for_room']}")
-    table = Table("role", "state", "exit code", "node", "address", box=None, pad_edge=False)
-    for row in group["roles"]:
-        code = "" if row["exit_code"] is None else str(row["exit_code"])
-        name = f"{row['role']}/{row['replica']}{' (service)' if row['service'] else ''}"
-        table.add_row(name, row["state"], code, row["host"], row["address"])
-    return [*lines, *not_ready(group), table]  # type: ignore[arg-type]
-
-
-def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
+def page(title: str, rows: Sequence[Json], began_at: float, now: float) -> str:
     """The page of ``nemo-run-ray timeline``, in which every value is cleaned and escaped.
 
     Args:
@@ -253,7 +248,7 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
         began_at: when the experiment was submitted, in seconds since 1970.
         now: the moment that the page shows.
     """
-    is_live = any(map(_is_live, rows))
+    is_live = not all(JobState(row["state"]).is_terminal for row in rows)
     # A cluster's clock may be off by much: all moments that it gave are on the axis.
     moments = [began_at, now] if is_live else [began_at]
     for attempt in (attempt for row in rows for attempt in row["attempts"]):
@@ -261,11 +256,7 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
         moments += [at for at in times if at is not None]
     start, end = min(moments), max(moments)
     span_s = max(1.0, end - start)
-    jobs = []
-    for row in rows:
-        bars = _bars(row, began_at, end)
-        took_s = bars[-1][3] - row["attempts"][0]["posted_at"] if row["attempts"] else 0.0
-        jobs.append({**row, "bars": bars, "took_s": took_s})
+    jobs = [{**row, "bars": _bars(row, began_at, end)} for row in rows]
     environment = Environment(
         loader=PackageLoader("nemo_run_ray.cli", ""),
         autoescape=True,
@@ -285,20 +276,19 @@ def page(title: str, rows: Sequence[Row], began_at: float, now: float) -> str:
     )
 
 
-def _bars(row: Row, began_at: float, end: float) -> list[tuple[str, str, float, float, str]]:
-    """All bars of a job, in order: kind, state, begin, end and a text. Every attempt has one."""
-    bars: list[tuple[str, str, float, float, str]] = []
+def _bars(row: Json, began_at: float, end: float) -> list[_Bar]:
+    """All bars of a job, in order. Every attempt has one."""
+    bars: list[_Bar] = []
     all_posted = [attempt["posted_at"] for attempt in row["attempts"]]
     last = min([began_at, *all_posted])
     for number, attempt in enumerate(row["attempts"], start=1):
         state, is_pending = attempt["state"], attempt["state"] == "PENDING"
         which = f"attempt {number}: {_outcome(attempt)}"
-        # In this order, whatever the clocks say.
-        posted = max(last, attempt["posted_at"])
         ended = attempt["ended_at"] or attempt["seen_at"] or min([end, *all_posted[number:]])
-        ended = max(posted, ended)
-        running = attempt["running_at"] or (ended if is_pending else posted)
-        running = min(max(posted, running), ended)
+        running = attempt["running_at"] or (ended if is_pending else 0)
+        # In this order, whatever the clocks say.
+        moments = accumulate((last, attempt["posted_at"], running, ended), max)
+        _, posted, running, ended = moments
         if last < posted:
             bars.append(("waits", "", last, posted, "waiting"))
         if is_pending or posted < running:
@@ -307,16 +297,12 @@ def _bars(row: Row, began_at: float, end: float) -> list[tuple[str, str, float, 
             seen = "running" if attempt["running_at"] else "running, start not seen"
             bars.append(("runs", state, running, ended, f"{which}, {seen}"))
         last = ended
-    if _is_live(row) and last < end:
+    if last < end and not JobState(row["state"]).is_terminal:
         bars.append(("waits", "", last, end, "waiting"))
     return bars
 
 
-def _is_live(row: Row) -> bool:
-    return not JobState(row["state"]).is_terminal
-
-
-def _outcome(row: Row) -> str:
+def _outcome(row: Json) -> str:
     """State and reason of a job, or of an attempt."""
     state, why = row["state"].lower(), row.get("detail") or row["reason"]
     return f"{state}: {why}" if why and why.lower() != state else state

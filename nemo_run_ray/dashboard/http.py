@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
@@ -41,14 +41,6 @@ UPLOAD_MAX_BYTES = 100 * 1024**2
 MALFORMED = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 #: Seconds until a wait notices Ctrl-C, and until a line says what is waited for.
 _NOTICE_S, SAY_S = 0.2, 10.0
-#: Causes that asking again does not change.
-_LASTING = re.compile(
-    "CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER|record layer failure|^the answer", re.I
-)
-#: A proxy's address.
-_PROXY = re.compile(
-    r"https?://([^@/]*:[^@/]*@)?([\w.-]+|\[[\w.:]+\])(:\d{0,4}|:[1-6]\d{4})?/?", re.ASCII
-)
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
@@ -148,13 +140,12 @@ class Http:
             is_stream: the answer is read piece by piece.
             content: what httpx sends: ``json``, ``content`` or ``params``.
         """
-        limits = {"connect": CONNECT_S, "read": limit_s, "write": limit_s, "pool": limit_s}
         request = httpx.Request(
             method,
-            self.url(path),
+            f"{self.dashboard.url}{path}",
             # Decoding could make gigabytes of kilobytes; Ray does not compress.
             headers={**self.dashboard.headers, "Accept-Encoding": "identity"},
-            extensions={"timeout": limits},
+            extensions={"timeout": httpx.Timeout(limit_s, connect=CONNECT_S).as_dict()},
             **content,
         )
         transport = httpx.HTTPTransport(verify=self.tls, proxy=self.proxy, trust_env=False)
@@ -169,7 +160,20 @@ class Http:
                 if encoding.lower() != "identity":
                     cause = f"the answer is encoded ({encoding}), which was not asked for"
                     raise httpx.DecodingError(cause)
-                answer.set_result(response if is_stream else _whole(response))
+                if not is_stream:
+                    content = bytearray()
+                    for piece in response.iter_raw():
+                        content += piece
+                        if len(content) > ANSWER_MAX_BYTES:
+                            limit = f"{ANSWER_MAX_BYTES / 1024**2:.0f} MiB"
+                            raise httpx.DecodingError(f"the answer has more than {limit}")
+                    response = httpx.Response(
+                        response.status_code,
+                        headers=response.headers,
+                        content=bytes(content),
+                        request=request,
+                    )
+                answer.set_result(response)
             except BaseException as error:
                 answer.set_exception(error)
             finally:
@@ -192,9 +196,6 @@ class Http:
             is_left.set()
             transport.close()  # ends the thread at the next byte, or at its socket's time limit
 
-    def url(self, path: str) -> str:
-        return f"{self.dashboard.url}{path}"
-
     def read(self, response: httpx.Response, parse: Callable[[Any], _T]) -> _T:
         """The parsed JSON of an answer; an error when it has not the form of Ray's."""
         try:
@@ -206,11 +207,12 @@ class Http:
 
     def unreachable(self, error: httpx.HTTPError) -> ClusterError:
         """The error of this package for one of httpx."""
-        why_dead = self.dashboard.why_dead()
-        if why_dead:  # there is no need to ask again
+        if why_dead := self.dashboard.why_dead():  # there is no need to ask again
             return Unreachable(why_dead)
         cause = str(error).rstrip(".") or type(error).__name__
-        kind = Unreachable if _LASTING.search(cause) else Unanswered
+        # Asking again does not change these.
+        lasting = "CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER|record layer failure|^the answer"
+        kind = Unreachable if re.search(lasting, cause, re.I) else Unanswered
         return kind(
             f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. Check the "
             "address, whether it is https:// or http://, that the cluster and any tunnel to it are "
@@ -225,11 +227,11 @@ class Http:
         )
 
     def not_ray(self, response: httpx.Response) -> Unreachable:
-        kind = response.headers.get("content-type", "no content type")
         return Unreachable(
             f"{self.dashboard.url} is not a Ray dashboard: {response.request.url} answered "
-            f"{response.status_code} ({kind}), expected Ray's JSON. Give the address of the "
-            "dashboard, usually port 8265 of the head, with the path prefix if a proxy adds one."
+            f"{response.status_code} ({response.headers.get('content-type', 'no content type')}), "
+            "expected Ray's JSON. Give the address of the dashboard, usually port 8265 of the "
+            "head, with the path prefix if a proxy adds one."
         )
 
     def check_front(self, response: httpx.Response) -> None:
@@ -241,15 +243,12 @@ class Http:
             )
         if response.status_code not in (401, 403):
             return
-        sent = any(name.lower() == "authorization" for name in self.dashboard.headers)
-        found = "The token that was sent is not its token" if sent else "No token was sent"
-        step = (
-            f"It is taken from {self.dashboard.token_at}: correct it there, or give "
-            "ExistingCluster(url, token=…)."
-        )
+        has_token = "authorization" in map(str.lower, self.dashboard.headers)
+        found = "The token that was sent is not its token" if has_token else "No token was sent"
         raise Unauthorised(
             f"Ray's dashboard at {self.dashboard.url} answered {response.status_code}: "
-            f"{last_line(response.content)}. {found}. {step}"
+            f"{last_line(response.content)}. {found}. It is taken from "
+            f"{self.dashboard.token_at}: correct it there, or give ExistingCluster(url, token=…)."
         )
 
 
@@ -266,9 +265,8 @@ def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
 
     timer = threading.Timer(SAY_S, say)
     timer.daemon = True
-    if what and patience_s > 0:
-        with suppress(RuntimeError):  # none can be started when the program ends
-            timer.start()
+    if what and patience_s > SAY_S:
+        timer.start()
     try:
         while True:
             try:
@@ -296,23 +294,6 @@ def pause(seconds: float, what: str = "the cluster's next answer") -> None:
         raise ClusterError(f"Interrupted while waiting for {what}.")
 
 
-def _whole(response: httpx.Response) -> httpx.Response:
-    """An answer with its content, if it is not too large."""
-    content = bytearray()
-    with closing(response):
-        for piece in response.iter_raw():
-            content += piece
-            if len(content) > ANSWER_MAX_BYTES:
-                limit = f"{ANSWER_MAX_BYTES / 1024**2:.0f} MiB"
-                raise httpx.DecodingError(f"the answer has more than {limit}")
-    return httpx.Response(
-        response.status_code,
-        headers=response.headers,
-        content=bytes(content),
-        request=response.request,
-    )
-
-
 def proxy_of(url: str) -> str | None:
     """The address of the proxy before a dashboard, as the variables of the environment name it."""
     front, proxies = urlsplit(url), getproxies()
@@ -320,7 +301,8 @@ def proxy_of(url: str) -> str | None:
     if name is None or proxy_bypass(front.netloc) or proxy_bypass(front.hostname or ""):
         return None
     address = proxies[name] if "://" in proxies[name] else f"http://{proxies[name]}"
-    if _PROXY.fullmatch(address):
+    parts = r"https?://([^@/]*:[^@/]*@)?([\w.-]+|\[[\w.:]+\])(:\d{0,4}|:[1-6]\d{4})?/?"
+    if re.fullmatch(parts, address, re.ASCII):
         return address
     raise ConfigError(
         f"The variable {name}_proxy names a proxy that cannot be used for {url}; expected "

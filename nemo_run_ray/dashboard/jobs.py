@@ -15,7 +15,7 @@ import codecs
 import io
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketEx
 from websockets.sync.client import ClientConnection, connect
 
 from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.clusters.base import text_of
 from nemo_run_ray.dashboard.http import READ_S, SLOW_S, Cached, Http, repeat
 from nemo_run_ray.dashboard.state import StateApi
 from nemo_run_ray.errors import (
@@ -44,7 +43,7 @@ from nemo_run_ray.remote.dashboard import LOG_FILE, is_passing, last_line, log_q
 from nemo_run_ray.remote.end_record import LostEnds
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.spec import JobRow, JobRows, Json, job_row, job_rows
-from nemo_run_ray.remote.status import JobState, is_active, is_pending, state_of_row
+from nemo_run_ray.remote.status import JobState, is_active, state_of_row
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
@@ -59,20 +58,12 @@ _INSPECT_S = 4.0
 _UPLOAD_S, _UPLOAD_AGAIN_S = 600.0, 60.0
 #: Seconds between two looks for orphans.
 _WAKE_AGAIN_S = 20.0
-#: Seconds that a job may be about to start where the head does not say when it was started.
-_PENDING_LONG_S = 30.0
 #: A label that Ray's job manager refuses after it has looked at all jobs, before it takes the id.
 _REFUSED_LABEL = {"no label": "wake"}
-#: Ray's own WebSocket inside the cluster takes 4 MiB; longer lines never arrive that way.
-_MESSAGE_MAX_BYTES = 8 * 1024**2
-#: Seconds that a log stream gets for its close. Ray reads nothing on that socket and never answers.
-_CLOSE_S = 0.1
 #: Seconds of a log stream's silence until the job is looked at, the same before its first text,
 #: which may never come, and until the stream is given up. On a busy head a stream may stand still,
 #: and NeMo-Run waits for a log only until 10 s after the job's end (0.12).
 _LOOK_S, _BEGIN_S, _SILENCE_MAX_S = 5.0, 1.0, 300.0
-#: Seconds that the state API may take for all of a log.
-_READING_MAX_S = "86400"
 #: Answers of a front that passes the Jobs API on and not the state API.
 _CLOSED = {401, 403, 404, 405, 501}
 _T = TypeVar("_T")
@@ -119,9 +110,9 @@ class JobsApi:
 
     def version(self, patience_s: float = PATIENCE_S) -> dict[str, str]:
         """``ray_version`` and ``session_name`` of the cluster."""
-        what = f"the dashboard {self.dashboard.url}"
-        answer = repeat(lambda: self._http.get("/api/version"), patience_s, what)
-        found = self._http.read(answer, _version)
+        answer = repeat(lambda: self._http.get("/api/version"), patience_s)
+        names = ("ray_version", "session_name")
+        found = self._http.read(answer, lambda row: {name: str(row[name]) for name in names})
         # Some dashboards tell any client their version; what a submission needs is the job table.
         self.table(patience_s=patience_s)
         return found
@@ -130,8 +121,7 @@ class JobsApi:
 
     def table(self, fresh: bool = False, patience_s: float = 0.0) -> JobRows:
         """All jobs by submission id, a moment old at most, or asked for now if ``fresh``."""
-        what = f"the job table of {self.dashboard.url}"
-        return repeat(lambda: self._table.get(fresh), patience_s, what)
+        return repeat(lambda: self._table.get(fresh), patience_s)
 
     def job(self, submission_id: str, patience_s: float = 0.0) -> JobRow | None:
         """One job as it is now, or ``None`` when the cluster has no such job."""
@@ -155,7 +145,6 @@ class JobsApi:
             SubmissionError: Ray refuses the request; asking again changes nothing.
             Unanswered: it is not known whether the request arrived.
         """
-        self._table.forget()
         try:
             response = self._http.request("POST", "/api/jobs/", SLOW_S, json=body)
         finally:
@@ -193,19 +182,13 @@ class JobsApi:
         Args:
             rows: our own jobs by submission id: the request names one of them.
         """
-        now = time.time()
-        active = [row for row in rows.values() if is_active(row)]
+        now, active = time.time(), [row for row in rows.values() if is_active(row)]
         if not active or now - self._orphans_sought_at < _WAKE_AGAIN_S:
             return False
         self._orphans_sought_at = now
-        head_since = self.state.head_since()
-        if not head_since:  # it does not say: a job that has been about to start for long
-            active, head_since = list(filter(is_pending, active)), now - _PENDING_LONG_S
-        oldest = min(active, key=lambda row: row.get("start_time") or 0, default=None)
-        if oldest is None:
-            return False
+        oldest = min(active, key=lambda row: row.get("start_time") or 0)
         posted_at = (oldest.get("start_time") or 0) / 1000
-        if max(posted_at, self._woken_at) >= head_since:
+        if max(posted_at, self._woken_at) >= self.state.head_since():
             return False
         # Ray must refuse this twice over: no label is called so, and the id is taken. It reads the
         # label when the job manager has found all jobs again.
@@ -227,11 +210,7 @@ class JobsApi:
         The end of the stream means nothing about the job. ``is_live`` is asked when the stream is
         silent: that of a job that has ended may be dead, which a missing close does not tell.
         """
-        path = self.dashboard.earlier.log(submission_id)
-        if path is not None:
-            yield from text_of(path)
-            return
-        url = self._http.url(f"{_job_path(submission_id)}/logs/tail")
+        url = f"{self.dashboard.url}{_job_path(submission_id)}/logs/tail"
         try:
             with connect(
                 "ws" + url.removeprefix("http"),
@@ -240,15 +219,15 @@ class JobsApi:
                 proxy=self._http.proxy,
                 ssl=self._http.tls if url.startswith("https") else None,
                 open_timeout=READ_S,
-                close_timeout=_CLOSE_S,
+                close_timeout=0.1,  # Ray reads nothing on that socket, and never answers
                 ping_interval=None,  # Ray only sends on this socket: it answers no ping
-                max_size=_MESSAGE_MAX_BYTES,
+                max_size=8 * 1024**2,  # Ray's own inside the cluster takes half of it
                 create_connection=_Connection,
             ) as stream:
                 silent_s, patience_s = 0.0, _BEGIN_S
                 while True:
                     try:
-                        message = stream.recv(timeout=patience_s)
+                        message = stream.recv(patience_s, decode=True)
                     except TimeoutError:
                         silent_s += patience_s
                         if silent_s >= _SILENCE_MAX_S or not is_live():
@@ -257,7 +236,7 @@ class JobsApi:
                     except ConnectionClosedOK:
                         return
                     silent_s, patience_s = 0.0, _LOOK_S
-                    yield message if isinstance(message, str) else message.decode(errors="replace")
+                    yield message
         except _Refused as error:
             (status,) = error.args
             if status == 404:
@@ -274,10 +253,6 @@ class JobsApi:
 
         Ray gives none of a job that never started; its message is what there is.
         """
-        path = self.dashboard.earlier.log(submission_id)
-        if path is not None:
-            yield from text_of(path)
-            return
         row = self.job(submission_id)
         if row is None:
             raise self._no_such_job(submission_id)
@@ -298,25 +273,21 @@ class JobsApi:
     def _pieces(self, row: JobRow, submission_id: str) -> Iterator[str]:
         """The log, or by the Jobs API where a front keeps the state API closed."""
         if node := row.get("driver_node_id"):
-            query = {**log_query(node, submission_id, -1), "timeout": _READING_MAX_S}
+            query = {**log_query(node, submission_id, -1), "timeout": "86400"}
             with self._http.answer(
                 "GET", LOG_FILE, SLOW_S, is_stream=True, params=query
             ) as response:
                 if response.status_code == 200:
-                    yield from decode_text(response.iter_bytes())
+                    # The text as the Jobs API reads it: every end of a line is ``\n``.
+                    utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+                    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
+                    yield from map(decoder.decode, response.iter_bytes())
+                    yield decoder.decode(b"", final=True)
                     return
                 if response.status_code not in _CLOSED:
-                    raise StreamCut(f"{self._http.url(LOG_FILE)}: HTTP {response.status_code}")
+                    raise StreamCut(f"{self.dashboard.url}{LOG_FILE}: HTTP {response.status_code}")
         path = f"{_job_path(submission_id)}/logs"
-        try:
-            response = self._http.get(path, may_be_absent=True, limit_s=SLOW_S)
-        except Unreachable as error:
-            if not isinstance(error.__cause__, httpx.DecodingError):
-                raise
-            raise JobError(
-                f"The log of {submission_id} cannot be read, since {error.__cause__} and "
-                f"{self._http.url(LOG_FILE)} is closed. Let the proxy pass that address on."
-            ) from error
+        response = self._http.get(path, may_be_absent=True, limit_s=SLOW_S)
         if response.status_code == 404:
             raise self._no_such_job(submission_id)
         yield self._http.read(response, lambda answer: str(answer["logs"]))
@@ -329,9 +300,7 @@ class JobsApi:
     def has_package(self, name: str) -> bool:
         """Whether the cluster holds the archive; Ray keeps it for some minutes from now on."""
         path = f"/api/packages/gcs/{quote(name)}"
-        what = f"the dashboard {self.dashboard.url}"
-        response = repeat(lambda: self._http.get(path, may_be_absent=True), PATIENCE_S, what)
-        return response.status_code == 200
+        return repeat(lambda: self._http.get(path, may_be_absent=True), PATIENCE_S).is_success
 
     def put_package(self, name: str, data: bytes) -> None:
         """Upload an archive; the same name always has the same contents."""
@@ -364,19 +333,6 @@ def _job_path(submission_id: str) -> str:
     return f"/api/jobs/{quote(submission_id, safe='')}"
 
 
-def decode_text(pieces: Iterable[bytes]) -> Iterator[str]:
-    """The text as Ray's Jobs API reads it: every end of a line is ``\\n``. No byte is lost."""
-    utf8 = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
-    for piece in pieces:
-        yield decoder.decode(piece)
-    yield decoder.decode(b"", final=True)
-
-
-def _version(answer: Any) -> dict[str, str]:
-    return {name: str(answer[name]) for name in ("ray_version", "session_name")}
-
-
 @dataclass(frozen=True)
 class Inspection:
     """One look at a cluster. What it does not say is ``None``, or empty."""
@@ -402,12 +358,12 @@ def inspect(dashboard: Dashboard) -> Inspection:
         return http.read(http.get(path, limit_s=_INSPECT_S), parse)
 
     with ThreadPoolExecutor(4) as pool:
-        version = pool.submit(ask, "/api/version", _version)
+        version = pool.submit(ask, "/api/version", lambda row: str(row["ray_version"]))
         table = pool.submit(ask, "/api/jobs/", job_rows)
         nodes, python = pool.submit(state.room), pool.submit(state.python)
     rows = None
     try:
-        ray_version = version.result()["ray_version"]
+        ray_version = version.result()
         with suppress(Unreachable):  # a table that comes too late is no absent cluster
             rows = table.result()
     except Unauthorised as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
@@ -21,13 +22,11 @@ from nemo_run_ray.fields import brings_python
 from nemo_run_ray.remote.dashboard import ANSWER_S, LINES, LOG_FILE, log_query
 from nemo_run_ray.remote.fit import Amounts, Node
 from nemo_run_ray.remote.spec import JobRow, Json, fits, status_file_name
-from nemo_run_ray.remote.status import JobStatus, Reason, cause_of, file_of
+from nemo_run_ray.remote.status import JobStatus, Reason, file_of
 
 #: Seconds until an answer must have come that a status can do without, and of those that explain
 #: why a job waits for room.
 _EXPLAIN_S, _ROOM_S = 5.0, 3.0
-#: Ray's own limit of rows.
-_ROWS_MAX = "10000"
 #: Cache lifetime of a cluster's room and of its runtime environments: Ray asks every node.
 _AGE_S = 5.0
 #: The tables that tell the room, and the state of the rows that count.
@@ -39,14 +38,14 @@ _ROOM_TABLES = {
 }
 #: Name of the actor that Ray starts for a job, before the job's submission id.
 _SUPERVISOR = "_ray_internal_job_actor_"
-#: Resources that nobody asks for: one for each node, and what Ray needs for itself.
-_HIDDEN = re.compile(r"node:|object_store_memory$")
 #: The forms of the rows that are read; others are left out.
 _NODE = {
     **dict.fromkeys(("state", "node_id", "node_name", "node_ip"), str),
     "labels": dict[str, str],
     "resources_total": dict[str, float],
 }
+_BUILD = {"runtime_env": dict, "node_id": str}
+_NAMES = {"node_id": str, "node_name": str}
 _HEAD = {"is_head_node": bool, "start_time_ms": int}
 _HOLDER = {
     **dict.fromkeys(("node_id", "name", "job_id"), str),
@@ -122,7 +121,9 @@ def holdings_of(actors: _Rows, groups: _Rows, tasks: _Rows) -> list[Holding]:
 
 
 def _amounts(given: Amounts) -> dict[str, float]:
-    return {name: amount for name, amount in given.items() if not _HIDDEN.match(name)}
+    """Without resources that nobody asks for: one for each node, and what Ray needs for itself."""
+    hidden = "node:|object_store_memory$"
+    return {name: amount for name, amount in given.items() if not re.match(hidden, name)}
 
 
 class StateApi:
@@ -141,12 +142,8 @@ class StateApi:
 
     def hosts(self) -> dict[str, str]:
         """The names of all nodes by their ids, also of those that died."""
-        shape = {"node_id": str, "node_name": str}
-        return {
-            row["node_id"]: row["node_name"]
-            for row in self._rows("nodes", _EXPLAIN_S) or ()
-            if fits(row, shape)
-        }
+        rows = self._rows("nodes", _EXPLAIN_S) or ()
+        return {row["node_id"]: row["node_name"] for row in rows if fits(row, _NAMES)}
 
     def last_lines(self, node: str, submission_id: str, count: int) -> list[str]:
         """The end of a job's log."""
@@ -173,25 +170,16 @@ class StateApi:
     def explain_build(self, row: JobRow, status: JobStatus) -> JobStatus:
         """The status of a pending job with how far Ray is with its runtime environment."""
         runtime_env = row.get("runtime_env") or {}
-        if not brings_python(runtime_env):
-            return status
-        key = _key(runtime_env)
-        build = next((one for one in self._builds.get() if _key(one["runtime_env"]) == key), None)
-        if build is None:
-            return status
-        node = f"on node {build['node_id'][:12]}"
-        reason, detail = Reason.BUILDING, f"Ray builds its runtime environment {node}"
-        if build.get("success") is False:  # the job table has it some seconds later
-            why = cause_of(str(build.get("error")))
-            reason = Reason.RUNTIME_ENV
-            detail = f"Ray failed to build its runtime environment {node}: {why}"
-        return replace(status, reason=reason, detail=detail)
+        for build in self._builds.get() if brings_python(runtime_env) else ():
+            if _key(build["runtime_env"]) == _key(runtime_env):
+                detail = f"Ray builds its runtime environment on node {build['node_id'][:12]}"
+                return replace(status, reason=Reason.BUILDING, detail=detail)
+        return status
 
     def _ask_builds(self) -> list[Json]:
-        """Ray's rows of runtime environments that are being built, or could not be; last first."""
-        shape = {"runtime_env": dict, "node_id": str}
-        rows = self._rows("runtime_envs", _EXPLAIN_S) or []
-        return [row for row in rows[::-1] if fits(row, shape) and not row.get("success")]
+        """Ray's rows of runtime environments that are being built; last first."""
+        rows = reversed(self._rows("runtime_envs", _EXPLAIN_S) or [])
+        return [row for row in rows if fits(row, _BUILD) and row.get("success") is None]
 
     def room(self) -> ClusterRoom | None:
         """The nodes and who holds them, a moment old; ``None`` when the cluster does not say."""
@@ -199,9 +187,8 @@ class StateApi:
 
     def _ask_room(self) -> ClusterRoom | None:
         with ThreadPoolExecutor(len(_ROOM_TABLES)) as pool:
-            nodes, *held = pool.map(
-                lambda one: self._rows(one[0], _ROOM_S, one[1]), _ROOM_TABLES.items()
-            )
+            limits_s = repeat(_ROOM_S)
+            nodes, *held = pool.map(self._rows, _ROOM_TABLES, limits_s, _ROOM_TABLES.values())
         if not nodes:
             return None
         tables = [rows for rows in held if rows is not None]
@@ -217,7 +204,7 @@ class StateApi:
 
     def _rows(self, table: str, limit_s: float, state: str = "") -> list[Json] | None:
         """The rows of a table, of one state if that is given; ``None`` without an answer of Ray."""
-        query = {"limit": _ROWS_MAX, "timeout": "3", "detail": "true"}
+        query = {"limit": "10000", "timeout": "3", "detail": "true"}
         if state:
             query |= {"filter_keys": "state", "filter_predicates": "=", "filter_values": state}
         with suppress(ClusterError, ValueError, RecursionError):

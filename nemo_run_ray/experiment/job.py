@@ -767,6 +767,9 @@ class RemoteJob:
     def _read(self, number: int, at_once: bool) -> Iterator[str]:
         """The log of an attempt: all that there is now, or as it grows."""
         api, name = self.api(), attempt_id(self.id, number)
+        path = api.dashboard.earlier.log(name)
+        if path is not None:
+            return text_of(path)
         if at_once:
             return api.whole_log(name)
         return api.tail_log(name, lambda: not self._is_over(number))

@@ -6,7 +6,6 @@ cluster's. A line is written, flushed and synced before the request that it anno
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from nemo_run_ray.errors import JobError, SubmissionError
+from nemo_run_ray.fields import nearest
 from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
 from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
 from nemo_run_ray.remote.node.output import CUT
@@ -349,12 +349,9 @@ def _began_at(exp_dir: Path) -> float:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names those most like it, with a space before it; empty without any."""
-    titles = sorted(known)
-    near = difflib.get_close_matches(name, titles) or difflib.get_close_matches(
-        name.rpartition("_")[0], titles
-    )
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    """A question that names the one most like it, with a space before it; empty without any."""
+    near = nearest(name, known) or nearest(name.rpartition("_")[0], known)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def titles() -> set[str]:

@@ -6,9 +6,10 @@ Registering adds entries and changes none, so other executors behave as before.
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import logging
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING, REVERSE
 from torchx.specs import AppState, make_app_handle
 
 from nemo_run_ray import errors, patches
-from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
+from nemo_run_ray.errors import ConfigError, JobError, UnsupportedNemoRun
 from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
 from nemo_run_ray.ids import SCHEDULER, SESSION
 from nemo_run_ray.remote.files import write_file
@@ -36,8 +36,7 @@ _SUPPORTED = ("_PARALLEL_SUPPORTED_EXECUTORS", "_DETACH_SUPPORTED_EXECUTORS")
 def register() -> None:
     """Tell NeMo-Run about ``RayExecutor``; a second call changes nothing."""
     dependency = vars(Experiment)["_DEPENDENCY_SUPPORTED_EXECUTORS"]
-    for kind in _classes():
-        _register_class(kind)
+    _register_class(RayExecutor)
     if _register_class not in ON_SUBCLASS:
         ON_SUBCLASS.append(_register_class)
     REVERSE_EXECUTOR_MAPPING[SCHEDULER] = RayExecutor
@@ -65,14 +64,6 @@ def _register_class(kind: type) -> None:
             setattr(Experiment, name, (*classes, kind))
 
 
-def _classes() -> list[type[RayExecutor]]:
-    """``RayExecutor`` and all of its subclasses that there are."""
-    found: list[type[RayExecutor]] = [RayExecutor]
-    for kind in found:
-        found += [subclass for subclass in kind.__subclasses__() if subclass not in found]
-    return found
-
-
 class _OwnOrder:
     """The executors whose jobs NeMo-Run launches all at once, with their dependencies.
 
@@ -86,39 +77,22 @@ class _OwnOrder:
     def __get__(self, experiment: Any, owner: type) -> tuple[type[Executor], ...]:
         if experiment is not None and not _is_on_one_cluster(experiment):
             return self._known
-        return (*self._known, *_classes())
+        ours = (kind for kind, name in EXECUTOR_MAPPING.items() if name == SCHEDULER)
+        return (*self._known, *ours)
 
 
-def is_ordered_by_us(experiment: Experiment | None) -> bool:
+def is_ordered_by_us(experiment: Experiment) -> bool:
     """Whether the order of an experiment's jobs is kept on the cluster, or need not be kept."""
-    if experiment is None or _is_on_one_cluster(experiment):
-        return True
-    return not any(job.dependencies for job in experiment.jobs)
-
-
-def order_of(experiment: Experiment | None) -> dict[str, tuple[int, dict[str, None]]]:
-    """The place of each of an experiment's jobs, from 0, and the names of those before it."""
-    order: dict[str, tuple[int, dict[str, None]]] = {}
-    for place, job in enumerate(experiment.jobs if experiment is not None else ()):
-        order.setdefault(job.id, (place, {}))[1].update(dict.fromkeys(job.dependencies))
-    return order
+    return _is_on_one_cluster(experiment) or not any(job.dependencies for job in experiment.jobs)
 
 
 def _is_on_one_cluster(experiment: Experiment) -> bool:
-    executors: list[Any] = []
-    for job in experiment.jobs:
-        found = job.executors if isinstance(job, JobGroup) else job.executor
-        executors += found if isinstance(found, list) else [found]
+    executors = [job.executor for job in experiment.jobs]  # those of a group are of one kind
     if not all(isinstance(executor, RayExecutor) for executor in executors):
         return False
     # An experiment may have thousands of jobs, and is asked for each: one of a kind is resolved.
-    kinds = {}
-    for executor in executors:
-        cluster = executor.cluster
-        name = json.dumps(cluster.record()) if isinstance(cluster, Cluster) else cluster
-        kinds[name, executor.address, executor.pool] = executor
-    records = {json.dumps(executor.resolve_cluster().record()) for executor in kinds.values()}
-    return len(records) <= 1
+    kinds = {(repr(one.cluster), one.address, one.pool): one for one in executors}
+    return len({repr(one.resolve_cluster().record()) for one in kinds.values()}) <= 1
 
 
 def ray() -> Config[RayExecutor]:
@@ -150,11 +124,15 @@ def job_names(exp_dir: Path) -> set[str]:
 
 def load_experiment(name: str) -> Experiment:
     """The experiment of an id or a title."""
-    from nemo_run_ray.experiment.store import find_experiment  # nodes may not have its libraries
+    from nemo_run_ray.experiment import store  # nodes may not have its libraries
 
-    folder = find_experiment(name)
+    folder = store.find_experiment(name)
     if folder is None or not (folder / Experiment._CONFIG_FILE).is_file():
-        raise FileNotFoundError(name)
+        raise JobError(
+            f"There is no experiment {name!r} in NeMo-Run's home."
+            f"{store.did_you_mean(name, store.titles())} `nemo-run-ray list --all` lists those "
+            "that reached a cluster; NEMORUN_HOME names another home."
+        )
     return Experiment._from_config(str(folder))
 
 
@@ -163,10 +141,8 @@ def is_running() -> bool:
 
     Only the caller tells it from a dry run alone.
     """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not Experiment.run.__code__:
-        frame = frame.f_back
-    return frame is not None
+    stack = traceback.walk_stack(sys._getframe())
+    return any(frame.f_code is Experiment.run.__code__ for frame, _ in stack)
 
 
 def is_detached(experiment: Experiment | None) -> bool:
@@ -193,7 +169,7 @@ def save_handles(experiment: Experiment, submission_ids: dict[str, str]) -> None
 def prepare_again(experiment: Experiment, job: Any) -> None:
     """Make a job of a saved experiment ready to be launched again."""
     _ = experiment.tasks  # builds the tasks from what was saved
-    job.executor.experiment_dir = str(experiment_dir(experiment))
+    job.executor.experiment_dir = experiment._exp_dir
     _set_handle(job, "")
     job.prepare()
 
@@ -208,12 +184,13 @@ def _set_handle(job: Any, name: str) -> None:
 
 
 def launch(experiment: Experiment, jobs: list[Any]) -> None:
-    """Launch jobs as ``Experiment.run(detach=True)`` does: nobody stays for them.
+    """Launch jobs of a saved experiment as ``run(detach=True)`` does: nobody stays for them.
 
     All are dry-run before the first is submitted.
     """
     experiment.detach = True
     for job in jobs:
+        prepare_again(experiment, job)
         job.launch(wait=False, runner=experiment._runner, dryrun=True)
     for job in jobs:
         job.launch(wait=False, runner=experiment._runner)

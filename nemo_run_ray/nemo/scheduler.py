@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.run.torchx_backend.schedulers.api import SchedulerMixin
@@ -32,7 +32,6 @@ from nemo_run_ray.errors import (
     NemoRunRayError,
     as_markup,
     shown,
-    without_traceback,
 )
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment.archives import described
@@ -46,6 +45,14 @@ from nemo_run_ray.nemo import registry
 from nemo_run_ray.plan.job import JobPlan, describe, plan
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
+#: Told by the main thread: those that wait may end with the program before they tell anything.
+_HELP = (
+    "Interrupted. Submitted jobs continue:\n"
+    "  look at them  nemo-run-ray status {name}\n"
+    "  follow them   nemo-run-ray logs --follow {name}\n"
+    "  cancel them   nemo-run-ray cancel {name}"
+)
+
 
 class Interrupt:
     """Ctrl-C ends the wait, not the job.
@@ -53,14 +60,6 @@ class Interrupt:
     NeMo-Run waits in threads that do not see a KeyboardInterrupt, and joins them: without this the
     first Ctrl-C would wait for the job's end.
     """
-
-    #: Told by the main thread: those that wait may end with the program before they tell anything.
-    _help: ClassVar[str] = (
-        "Interrupted. Submitted jobs continue:\n"
-        "  look at them  nemo-run-ray status {name}\n"
-        "  follow them   nemo-run-ray logs --follow {name}\n"
-        "  cancel them   nemo-run-ray cancel {name}"
-    )
 
     def __init__(self) -> None:
         self._experiment = ""
@@ -78,9 +77,9 @@ class Interrupt:
 
     def unwatch(self) -> None:
         interrupted.clear()
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) == self._note:
+            with suppress(ValueError):  # of a thread that is not the main one
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def forbid(self) -> None:
         """Raise after Ctrl-C, before jobs are submitted: the cluster took long to come up."""
@@ -90,8 +89,10 @@ class Interrupt:
 
     def _note(self, number: int, frame: Any) -> None:
         interrupted.set()
-        text = self._help if self._has_sent else "Interrupted. Nothing of {name} was submitted."
-        raise without_traceback(KeyboardInterrupt(text.format(name=shlex.quote(self._experiment))))
+        text = _HELP if self._has_sent else "Interrupted. Nothing of {name} was submitted."
+        error = KeyboardInterrupt(text.format(name=shlex.quote(self._experiment)))
+        error._is_explained = True  # type: ignore[attr-defined]
+        raise error
 
 
 #: The process's handler: there is one Ctrl-C.
@@ -128,8 +129,10 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._jobs: dict[str, RemoteJob] = {}
         self._is_announced = False
         #: Set when this process does not wait for the jobs any more.
-        self._tending: threading.Event | None = None
-        self._order: tuple[int, dict[str, tuple[int, dict[str, None]]], bool] = -1, {}, True
+        self._is_left = threading.Event()
+        #: The place of each of the experiment's jobs, from 0, and the names of those before it.
+        self._order: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self._is_ordered = True
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ submission
@@ -143,27 +146,15 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             interrupt.watch(experiment_id)
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
         batch = self._batch(cfg)
-        planned, place = self._in_order(planned, batch)
-        submission_id = planned.submission_id
-        is_dispatcher = submission_id == batch.dispatcher_id
-        if is_dispatcher or batch.names.get(submission_id, planned.job) != planned.job:
-            raise ConfigError(
-                f"The job {planned.job!r} would get the id {submission_id} on the cluster, which "
-                "another job of the experiment or its dispatcher has; give it another name."
-            )
-        batch.check(planned, is_dry=not is_running)
-        batch.add(planned, cfg, place)
-        return AppDryRunInfo(Request(planned, batch), str)
-
-    def _in_order(self, planned: JobPlan, batch: Batch) -> tuple[JobPlan, int]:
-        """The plan with the jobs of the experiment that it comes after, and its place in it."""
-        count = 0 if self._experiment is None else len(self._experiment.jobs)
         # Read anew with the first job, and with a new one: there may be thousands.
         is_first = not batch.plans or planned.job == next(iter(batch.plans))
-        if is_first or self._order[0] != count:
-            is_ordered = registry.is_ordered_by_us(self._experiment)
-            self._order = count, registry.order_of(self._experiment), is_ordered
-        _, order, batch.is_ordered = self._order
+        if self._experiment is not None and (is_first or planned.job not in self._order):
+            self._is_ordered = registry.is_ordered_by_us(self._experiment)
+            self._order = {
+                job.id: (place, tuple(dict.fromkeys(job.dependencies)))
+                for place, job in enumerate(self._experiment.jobs)
+            }
+        batch.is_ordered = self._is_ordered
         if planned.executor.max_in_flight and not batch.is_ordered:
             raise ConfigError(
                 f"RayExecutor.max_in_flight of {planned.job!r} is {planned.executor.max_in_flight}"
@@ -178,40 +169,60 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             for handle in dict.fromkeys([*(before.outside if before else ()), *named])
             if handle.rpartition("/")[2] not in batch.names
         )
-        place, after = order.get(planned.job, (0, {}))
-        after = after if batch.is_ordered else {}
-        return replace(planned, after=tuple(after), outside=outside), place
+        place, after = self._order.get(planned.job, (0, ()))
+        planned = replace(planned, after=after if batch.is_ordered else (), outside=outside)
+        submission_id = planned.submission_id
+        is_dispatcher = submission_id == batch.dispatcher_id
+        if is_dispatcher or batch.names.get(submission_id, planned.job) != planned.job:
+            raise ConfigError(
+                f"The job {planned.job!r} would get the id {submission_id} on the cluster, which "
+                "another job of the experiment or its dispatcher has; give it another name."
+            )
+        batch.check(planned, is_dry=not is_running)
+        batch.add(planned, cfg, place)
+        return AppDryRunInfo(Request(planned, batch), str)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
         request = dryrun_info.request
         batch = request.batch
-        self._announce()
+        # Let later processes find the experiment's jobs: once, before the first request.
+        with self._lock:
+            if self._experiment is not None and not self._is_announced:
+                ids = {
+                    plan.job: plan.submission_id
+                    for batch in self._batches.values()
+                    for plan in batch.plans.values()
+                }
+                remember(registry.experiment_dir(self._experiment))
+                registry.save_handles(self._experiment, ids)
+                self._is_announced = True
         submission_id: str = batch.submit(request.plan.job)
         try:
             if registry.is_detached(self._experiment):
                 batch.cluster.detach()
-            name, experiment, store = request.plan.job, batch.exp_dir.name, store_of(batch.exp_dir)
-            said = experiment, JobState.WAITING, Reason.WAITS
-            if not store.ledger.jobs()[submission_id].dispatcher:
+            name, exp_dir = request.plan.job, batch.exp_dir
+            if store_of(exp_dir).ledger.jobs()[submission_id].dispatcher:  # it has no page yet
+                _say_once(
+                    exp_dir,
+                    (exp_dir.name, JobState.WAITING, Reason.WAITS),
+                    f"{name} waits on the cluster; look at it: "
+                    f"nemo-run-ray status {shlex.quote(exp_dir.name)}",
+                )
+            else:
                 CONSOLE.log(as_markup(f"{name} on Ray: {batch.page(name)}"))
-            elif said not in store.reported:  # those of its jobs have no page yet
-                store.reported.add(said)
-                look = f"look at it: nemo-run-ray status {shlex.quote(experiment)}"
-                CONSOLE.log(as_markup(f"{name} waits on the cluster; {look}"))
         except NemoRunRayError as error:  # the job runs: its launch has not failed
             CONSOLE.log(as_markup(str(error)))
         with self._lock:  # this process looks after the jobs for as long as it stays for them
-            if self._tending is None and not registry.is_detached(self._experiment):
-                self._tending = threading.Event()
-                store_of(batch.exp_dir).waiters.add(self)
-                threading.Thread(
-                    target=tend_until, args=(batch.exp_dir, self._tending), name="tend", daemon=True
-                ).start()
+            waiters = store_of(batch.exp_dir).waiters
+            if self not in waiters and not registry.is_detached(self._experiment):
+                waiters.add(self)
+                args = (batch.exp_dir, self._is_left)
+                threading.Thread(target=tend_until, args=args, name="tend", daemon=True).start()
         return submission_id
 
     def _batch(self, executor: RayExecutor) -> Batch:
         cluster: Cluster = executor.resolve_cluster()
-        key = json.dumps(cluster.record(), sort_keys=True)
+        key = repr(cluster.record())
         if key not in self._batches:
             folder = Path(executor.experiment_dir)
             name = dispatcher_id(executor.experiment_id or "experiment")
@@ -220,17 +231,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             batch = Batch(folder, cluster, dispatcher_id=name, before_post=interrupt.forbid)
             self._batches[key] = batch
         return self._batches[key]
-
-    def _announce(self) -> None:
-        """Let later processes find the experiment's jobs: once, before the first request."""
-        with self._lock:
-            if self._experiment is None or self._is_announced:
-                return
-            plans = [plan for batch in self._batches.values() for plan in batch.plans.values()]
-            ids = {plan.job: plan.submission_id for plan in plans}
-            remember(registry.experiment_dir(self._experiment))
-            registry.save_handles(self._experiment, ids)
-            self._is_announced = True
 
     # ------------------------------------------------------------------ questions
 
@@ -270,8 +270,6 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        if streams not in (None, Stream.COMBINED):
-            raise ValueError(f"Ray keeps one log of a job, and no {streams.value} alone.")
         job = self._job(app_id)
         found = _readable(lines(job.output(follow=should_tail)), job)
         if role_name != job.name:  # of a group
@@ -289,11 +287,10 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def close(self) -> None:
         interrupt.unwatch()
-        if self._tending is not None:
-            self._tending.set()
-            self._tending = None
-            for batch in self._batches.values():
-                store_of(batch.exp_dir).waiters.discard(self)
+        self._is_left.set()
+        self._is_left = threading.Event()
+        for batch in self._batches.values():
+            store_of(batch.exp_dir).waiters.discard(self)
 
     def _job(self, app_id: str) -> RemoteJob:
         if app_id not in self._jobs:
@@ -313,13 +310,17 @@ def _report(job: RemoteJob, status: JobStatus) -> None:
     about = job.record.dispatcher if status.reason is Reason.UNDISPATCHED else job.id
     if status.reason in _WAITS:
         about = job.record.exp_dir.name
-    said = (about, status.state, status.reason)
-    is_news = status.reason.is_trouble or (status.reason in _WAITS and status.detail)
-    reported = store_of(job.record.exp_dir).reported
-    if not is_news or said in reported:
-        return
-    reported.add(said)
-    CONSOLE.log(as_markup(f"{job.id} is {status.state.value}: {status.message}"))
+    if status.reason.is_trouble or (status.reason in _WAITS and status.detail):
+        said = about, status.state, status.reason
+        text = f"{job.id} is {status.state.value}: {status.message}"
+        _say_once(job.record.exp_dir, said, text)
+
+
+def _say_once(exp_dir: Path, said: tuple[str, JobState, Reason], text: str) -> None:
+    reported = store_of(exp_dir).reported
+    if said not in reported:
+        reported.add(said)
+        CONSOLE.log(as_markup(text))
 
 
 def _readable(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
@@ -330,12 +331,7 @@ def _readable(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
     try:
         yield from log
     except NemoRunRayError as error:
-        said = job.id, JobState.LOST, Reason.CLUSTER_GONE
-        reported = store_of(job.record.exp_dir).reported
-        if said not in reported:
-            CONSOLE.log(as_markup(str(error)))
-        if job.status.state is JobState.LOST:
-            reported.add(said)
+        _say_once(job.record.exp_dir, (str(error), JobState.LOST, Reason.CLUSTER_GONE), str(error))
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:
@@ -377,8 +373,8 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
         elif isinstance(job.executor, RayExecutor):
             states[job.id] = JobState.WAITING.value
         else:
-            kind = type(job.executor).__name__
-            states[job.id] = f"{registry.status_of(experiment, job)} on {kind}"
+            state = registry.status_of(experiment, job)
+            states[job.id] = f"{state} on {type(job.executor).__name__}"
     ready, is_ordered = [], registry.is_ordered_by_us(experiment)
     for job in experiment.jobs:
         upstream = () if is_ordered else job.dependencies
@@ -392,8 +388,6 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
             yield f"{job.id}: not submitted, it depends on {waits}; resume again after that"
         else:
             ready.append(job)
-    for job in ready:
-        registry.prepare_again(experiment, job)
     registry.launch(experiment, ready)
     for job in ready:
         yield f"{job.id}: submitted"

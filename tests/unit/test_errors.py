@@ -72,7 +72,7 @@ def test_a_notebook_prints_the_paragraph(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         RayExecutor(nodes=0)
     shown = caught.value._render_traceback_()
-    assert "\n".join(shown) == paragraph(caught.value, caught.tb)
+    assert "\n".join(shown) == paragraph(caught.value)
     assert shown[0].startswith("nemo_run_ray.errors.ConfigError: RayExecutor.nodes is 0")
     assert __file__ in shown[1]
     monkeypatch.setenv(VARIABLE, "1")

@@ -73,15 +73,3 @@ def test_ray_is_woken_once(head, monkeypatch):
     api, posts, _ = head
     assert [api.wake_for(rows(RUNNING=40)) for _ in range(3)] == [True, False, False]
     assert len(posts) == 1
-
-
-@pytest.mark.parametrize(("later_s", "woken"), [(60, []), (80, ["PENDING.1"])])
-def test_a_head_that_does_not_say_when_it_was_started_is_woken_for_what_waits_long(
-    head, monkeypatch, later_s, woken
-):
-    monkeypatch.setattr(jobs.time, "time", lambda: NOW_MS / 1000 + later_s)
-    api, posts, nodes = head
-    nodes["result"] = None
-    assert api.wake_for(rows(RUNNING=0, PENDING=40)) is bool(woken)
-    assert not api.wake_for(rows(RUNNING=0))
-    assert [body["submission_id"] for body in posts] == woken

@@ -199,19 +199,3 @@ def test_words_of_others_are_shown_as_text(ray, unique, verb, tmp_path, monkeypa
     assert done.exception is None or isinstance(done.exception, SystemExit)
     assert re.search(r"\[ ?/x\]", done.output)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.output)
-
-
-@pytest.mark.parametrize("words", [["status", "--once"], ["status", "--json"], ["logs"]])
-def test_a_full_disk_behind_standard_output_is_one_sentence(ray, unique, words, capfd, monkeypatch):
-    submitted = Submitted(ray, unique, "job")
-    ray.rows[f"{submitted.id}.job"].update(status="FAILED")
-    ray.logs[f"{submitted.id}.job"] = "words\n"
-    capfd.readouterr()
-    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
-        patched.setattr("sys.stdout", full)
-        patched.setattr("sys.argv", ["nemo-run-ray", *words, unique])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-    assert caught.value.code == 1
-    told = capfd.readouterr().err
-    assert told == "nemo-run-ray: Standard output: No space left on device.\n"

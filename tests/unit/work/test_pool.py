@@ -94,7 +94,7 @@ def divide(number: int) -> float:
 def test_a_failure_that_ends_a_program_shows_where_the_function_has_raised():
     with pytest.raises(ItemFailed) as caught:
         list(results([0], divide))
-    text = errors.paragraph(caught.value, caught.tb)
+    text = errors.paragraph(caught.value)
     assert text.startswith("Traceback (most recent call last):")
     assert "return 1 / number\n" in text
     assert text.index("ItemFailed: item 0 of divide has failed: Zero") > text.index("in divide")
