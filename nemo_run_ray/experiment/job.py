@@ -72,7 +72,7 @@ from nemo_run_ray.experiment.store import (
 )
 from nemo_run_ray.fields import is_amount
 from nemo_run_ray.ids import DISPATCHER
-from nemo_run_ray.remote.end_record import end_mark, record_in
+from nemo_run_ray.remote.end_record import CUT, MAY_BE_LEFT, NO_PROCESS_LEFT, end_mark, record_in
 from nemo_run_ray.remote.fit import (
     ResourceRequest,
     amounts_text,
@@ -82,7 +82,6 @@ from nemo_run_ray.remote.fit import (
     scarce,
     why_not,
 )
-from nemo_run_ray.remote.node.output import CUT, MAY_BE_LEFT, NO_PROCESS_LEFT
 from nemo_run_ray.remote.spec import (
     NONCE_KEY,
     ArrayRows,

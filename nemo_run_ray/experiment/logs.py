@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from nemo_run_ray.errors import JobError, StreamCut, Unanswered
-from nemo_run_ray.remote.node.output import PREFIX
+from nemo_run_ray.remote.end_record import PREFIX
 
 log = logging.getLogger(__name__)
 

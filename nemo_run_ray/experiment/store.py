@@ -26,8 +26,8 @@ from pydantic.dataclasses import dataclass
 from nemo_run_ray.errors import JobError, SubmissionError
 from nemo_run_ray.fields import nearest
 from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
+from nemo_run_ray.remote.end_record import CUT
 from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
-from nemo_run_ray.remote.node.output import CUT
 from nemo_run_ray.remote.spec import Json, read
 from nemo_run_ray.remote.status import Attempt, JobState, JobStatus, Reason
 

@@ -25,6 +25,14 @@ from typing import Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
 from .spec import LOCK_KEY, JobRow, Json, nonce_of, read
 
+#: Prefix of this package's lines in a job's log.
+PREFIX = "nemo_run_ray| "
+#: Begins the first line of a log of which only the end is kept.
+CUT = f"{PREFIX}the first "
+#: Says that every process of a cancelled job is proven to have ended.
+NO_PROCESS_LEFT = "no process of it is left"
+#: Says, with the nodes, that this is not proven.
+MAY_BE_LEFT = "processes of it may be left"
 #: Ray's errors that may hide an end.
 _START_ERROR = "JOB_ENTRYPOINT_COMMAND_START_ERROR"
 _ERRORS = {"JOB_SUPERVISOR_ACTOR_START_FAILURE", "JOB_SUPERVISOR_ACTOR_DIED", _START_ERROR}
@@ -64,7 +72,7 @@ def end_mark(nonce: str) -> str:
 
     The nonce keeps a command that prints such a line by chance from ending its own log.
     """
-    return f"nemo_run_ray| end {nonce[:8]}"
+    return f"{PREFIX}end {nonce[:8]}"
 
 
 def record_in(

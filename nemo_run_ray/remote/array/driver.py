@@ -21,12 +21,13 @@ from enum import Enum
 from time import monotonic
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
+from ..end_record import MAY_BE_LEFT, NO_PROCESS_LEFT
 from ..files import open_own, write_file
 from ..fit import TOLERANCE, Amounts, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..fit import hosts as nodes_that_fit
 from ..hosts.actors import Actors, ReplicaHandle, is_cancelled
 from ..hosts.relay import PROGRAM
-from ..node.output import MAY_BE_LEFT, NO_PROCESS_LEFT, say, write
+from ..node.output import say, write
 from ..node.rundir import jobs_folder, read_secrets, remove_secrets
 from ..node.supervise import Runner
 from ..spec import ArrayRows, ArraySpec, Json, status_file_name

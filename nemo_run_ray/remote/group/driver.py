@@ -17,6 +17,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Mapping, Sequence
 
+from ..end_record import NO_PROCESS_LEFT
 from ..files import write_file
 from ..fit import (
     Amounts,
@@ -30,7 +31,7 @@ from ..fit import (
     why_not,
 )
 from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, is_cancelled, name
-from ..node.output import NO_PROCESS_LEFT, say, write
+from ..node.output import say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
 from ..spec import RENDEZVOUS, GroupRows, GroupSpec, Json, RoleSpec, env_key, status_file_name

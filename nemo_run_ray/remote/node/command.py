@@ -9,8 +9,8 @@ import shutil
 import sys
 from typing import Sequence
 
+from ..end_record import PREFIX
 from ..spec import Env, JobSpec
-from .output import PREFIX
 from .rundir import RunDir
 
 #: The variables behind NeMo-Run's macros; nothing else in a command is expanded.

@@ -7,14 +7,8 @@ import io
 import os
 from contextlib import suppress
 
-#: Prefix of this package's lines in a job's log.
-PREFIX = "nemo_run_ray| "
-#: Begins the first line of a log of which only the end is kept.
-CUT = f"{PREFIX}the first "
-#: Says that every process of a cancelled job is proven to have ended.
-NO_PROCESS_LEFT = "no process of it is left"
-#: Says, with the nodes, that this is not proven.
-MAY_BE_LEFT = "processes of it may be left"
+from ..end_record import CUT, PREFIX
+
 #: Bytes of output read at once.
 CHUNK_BYTES = 65536
 #: Characters after which a line of a group that does not end is cut.

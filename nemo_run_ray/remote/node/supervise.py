@@ -28,9 +28,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import IO, Any, Callable, Iterable, Iterator, NoReturn, Sequence
 
-from ..end_record import EndRecord, describe_exit
+from ..end_record import NO_PROCESS_LEFT, EndRecord, describe_exit
 from ..spec import Env
-from .output import CHUNK_BYTES, NO_PROCESS_LEFT, Output, say
+from .output import CHUNK_BYTES, Output, say
 
 #: Environment variable by which a tree is found whose top process was killed.
 TAG = "NEMO_RUN_RAY_TAG"

@@ -19,8 +19,8 @@ from nemo_run_ray.clusters.local import MARKER, LocalState
 from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.remote import CALLERS_TMPDIR, FOLDER, local_watch
 from nemo_run_ray.remote.dashboard import Unanswered
+from nemo_run_ray.remote.end_record import CUT
 from nemo_run_ray.remote.local_watch import process_identity
-from nemo_run_ray.remote.node.output import CUT
 from tests.conftest import wait_for
 
 

@@ -16,7 +16,7 @@ from nemo_run_ray.remote.array.elements import (
     Record,
     read_records,
 )
-from nemo_run_ray.remote.node.output import NO_PROCESS_LEFT
+from nemo_run_ray.remote.end_record import NO_PROCESS_LEFT
 from nemo_run_ray.remote.status import JOURNAL_FILE, NODE_DEAD_S, Reason, file_of
 from tests.unit.remote.array.pools import ID, ROLE, Actors, Cluster, close
 

@@ -19,8 +19,7 @@ from nemo_run_ray.remote.dispatch.dispatcher import (
     WrongCluster,
     find_dashboard,
 )
-from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
-from nemo_run_ray.remote.node.output import PREFIX
+from nemo_run_ray.remote.end_record import PREFIX, EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.node.rundir import KEY, SECRETS
 from nemo_run_ray.remote.spec import (
     LOCK_KEY,
