@@ -38,11 +38,6 @@ _START_ERROR = "JOB_ENTRYPOINT_COMMAND_START_ERROR"
 _ERRORS = {"JOB_SUPERVISOR_ACTOR_START_FAILURE", "JOB_SUPERVISOR_ACTOR_DIED", _START_ERROR}
 #: The call of Ray's supervisor that writes a state: not before the command has ended.
 RECORDS = "_job_info_client.put_status("
-#: Seconds until a node that does not answer, or a log without an end, is asked again.
-_AGAIN_S = 15.0
-#: Requests without a result get a tenth of the time: a look must not wait for every node of a rack
-#: that is cut off.
-_PART = 0.1
 
 
 class EndRecord(NamedTuple):
@@ -132,13 +127,8 @@ class LostEnds:
     ``None`` when they cannot be had.
     """
 
-    def __init__(
-        self,
-        log_end: Callable[[str, str], Optional[str]],
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
+    def __init__(self, log_end: Callable[[str, str], Optional[str]]) -> None:
         self._log_end = log_end
-        self._clock = clock
         self._ends: Dict[str, Json] = {}  # by job and time of its end
         self._again_at: Dict[str, float] = {}  # of a node or a job
         self._next_at = 0.0  # for all requests
@@ -160,31 +150,27 @@ class LostEnds:
         name, node = str(row["submission_id"]), str(row["driver_node_id"])
         key = f"{name} {row.get('end_time')}"
         if key not in self._ends:
-            asked_at = self._clock()
+            asked_at = monotonic()
             again_at = self._again_at
             if asked_at < max(self._next_at, again_at.get(name, 0.0), again_at.get(node, 0.0)):
                 return row
             text = self._log_end(node, name)
-            end = None if text is None else _end(text, nonce_of(row), lock)
-            if end is None:
-                now = self._clock()
-                self._next_at = now + (now - asked_at) / _PART
-                self._again_at[node if text is None else name] = now + _AGAIN_S
+            proven = record_in((text or "").splitlines(), [nonce_of(row)], lock)
+            # A cancelled job has no end of its own: a node that shuts down tells its processes to
+            # end, as Ray does for a cancelled job.
+            if proven is None or proven.cause in ("", "CANCELLED"):
+                # A tenth of the time: no look waits for every node of a rack that is cut off.
+                now = monotonic()
+                self._next_at = now + (now - asked_at) * 10
+                # A node that does not answer, or a log without an end, is asked again later.
+                self._again_at[node if text is None else name] = now + 15.0
                 return row
-            self._ends[key] = end
+            self._ends[key] = _end(int(proven.proof.partition(".")[0]), text)
         return {**row, **self._ends[key]}  # type: ignore[typeddict-item]
 
 
-def _end(text: str, nonce: str, lock: str) -> Optional[Json]:
-    """The fields of a row that the end of the job's log proves, as Ray would have written them.
-
-    A cancelled job has no end of its own: a node that shuts down tells its processes to end, as Ray
-    does for a cancelled job.
-    """
-    proven = record_in(text.splitlines(), [nonce], lock)
-    if proven is None or proven.cause in ("", "CANCELLED"):
-        return None
-    code = int(proven.proof.partition(".")[0])
+def _end(code: int, text: Optional[str]) -> Json:
+    """The fields of a row of such an end, as Ray would have written them."""
     if code == 0:
         return {
             "status": "SUCCEEDED",

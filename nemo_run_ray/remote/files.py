@@ -54,11 +54,6 @@ def replacing(path: Union[str, os.PathLike[str]]) -> Iterator[IO[bytes]]:
 
 # ---------------------------------------------------------------- trust
 
-#: Links that Linux follows in one path.
-_LINKS_MAX = 40
-#: Names that are tried where another user has taken the first one.
-_NAMES_MAX = 100
-
 
 def why_untrusted(path: str) -> str:
     """The reason for not trusting a path, with the next step; empty if it may be trusted.
@@ -77,10 +72,11 @@ def why_untrusted(path: str) -> str:
                 f"folder, or let root run: chown {_user(os.getuid())} {step}"
             )
         if stat.S_ISLNK(found.st_mode) or os.path.dirname(step) in closed:
-            closed |= set() if stat.S_ISLNK(found.st_mode) else {step}
+            if not stat.S_ISLNK(found.st_mode):
+                closed.add(step)
             continue
         is_writable = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_own(found.st_gid))
-        if not mode & (stat.S_IXGRP | stat.S_IXOTH) and stat.S_ISDIR(found.st_mode):
+        if not mode & 0o011 and stat.S_ISDIR(found.st_mode):
             closed.add(step)
         elif is_writable and not (is_above and mode & stat.S_ISVTX):
             return (
@@ -104,7 +100,7 @@ def open_own(path: str, flags: int) -> int:
             raise
         raise PermissionError(errno.EPERM, "it is a link, expected is a file", path) from None
     found = os.fstat(fd)
-    is_own = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o022
     if stat.S_ISREG(found.st_mode) and is_own and found.st_nlink == 1:
         return fd
     os.close(fd)
@@ -114,7 +110,7 @@ def open_own(path: str, flags: int) -> int:
 
 def own_folder(path: str) -> str:
     """A path for a folder of this user: the given one, or with a number where another has that."""
-    for number in range(_NAMES_MAX):
+    for number in range(100):
         name = path if number == 0 else f"{path}~{number}"
         try:
             found = os.lstat(name)
@@ -142,8 +138,8 @@ def _steps(path: str) -> Iterator[tuple[str, os.stat_result, bool]]:
         yield step, found, any(names)
         if stat.S_ISLNK(found.st_mode):
             links += 1
-            if links > _LINKS_MAX:
-                return  # nothing can be opened by it
+            if links > 40:
+                return  # Linux opens nothing by it
             target = os.readlink(step)
             step = "/" if target.startswith("/") else above
             names += target.split("/")[::-1]

@@ -325,7 +325,7 @@ def status_of_row(row: JobRow) -> JobStatus:
         # NeMo-Run's warning that it could not run the script of a function of `__main__`.
         first = [line for line in lines if "Failed to load external main: " in line]
         end = "\n".join([cause, *first, *lines[-3:]]).rstrip()  # fiddle adds a line
-        hints = ((pattern.search(end), text) for pattern, text in _HINTS)
+        hints = ((re.search(pattern, end), text) for pattern, text in _HINTS)
         cause += next((text.format(match[1]) for match, text in hints if match), "")
     return JobStatus(state, reason, cause, node, tail="\n".join(lines))
 
@@ -334,25 +334,25 @@ _SHIPS = "the executor's `packager` ships files to it"
 #: Ends of a log behind the cause, and what they mean.
 _HINTS = (
     (
-        re.compile(r"\A(killed by SIGKILL)"),
+        r"\A(killed by SIGKILL)",
         ", perhaps by the kernel since the node's memory was full: see Ray's dashboard",
     ),
     (  # of a Ray that the task starts itself: the job's archives are on the outer cluster
-        re.compile("(Failed to download runtime_env file package gcs://)"),
+        "(Failed to download runtime_env file package gcs://)",
         ": a Ray that the task starts itself has no archives of this job's cluster; unset "
         "RAY_JOB_CONFIG_JSON_ENV_VAR, and RAY_ADDRESS, in the task before it starts one",
     ),
     (
-        re.compile(r"/nemo_run/code/([^':\n]+)'?: [^\n]*No such file[^\n]*\Z"),
+        r"/nemo_run/code/([^':\n]+)'?: [^\n]*No such file[^\n]*\Z",
         f": {{}} is not on that node; {_SHIPS}",
     ),
     (
-        re.compile(r"\bNo module named '?([\w.]+)"),
+        r"\bNo module named '?([\w.]+)",
         f": the module '{{}}' is not on that node; {_SHIPS}, or give it in "
         "`runtime_env={{'pip': […]}}`",
     ),
     (
-        re.compile(r"\A(exit code 127)\b"),
+        r"\A(exit code 127)\b",
         f", with which a shell says that a command was not found on that node; {_SHIPS}, and "
         "`python` must name one that is there",
     ),
@@ -511,6 +511,5 @@ def claim_body(submission_id: str, nonce: str, why: str) -> Json:
 
 def node_dead_s() -> float:
     """``NODE_DEAD_S``, or less where this Ray's raylets notice sooner that they are alone."""
-    # Ray writes the name in two cases.
-    notices_s = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", 60))  # noqa: SIM112
-    return NODE_DEAD_S + notices_s - 60.0
+    name = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    return NODE_DEAD_S - 60.0 + float(os.environ.get(name, 60))

@@ -168,13 +168,11 @@ def _status(
     cancelled: bool,
 ) -> JobStatus:
     """The status of one job: its attempts decide, and before each the jobs that it depends on."""
-    strangers = [number for number, row in rows.items() if row.nonce != job.nonce]
-    if strangers:
-        name = attempt_id(job.id, strangers[0])
-        return JobStatus(
-            JobState.FAILED, Reason.TAKEN, f"the id {name} is another run's", attempt=0
-        )
     turn = JobStatus(JobState.WAITING, Reason.TURN, "waits for its turn", attempt=0)
+    for number, row in rows.items():
+        if row.nonce != job.nonce:
+            detail = f"the id {attempt_id(job.id, number)} is another run's"
+            return with_state(turn, JobState.FAILED, Reason.TAKEN, detail)
     if rows:
         turn = status_of_attempts(rows, job.retries, job.permanent_exit_codes)
         if turn.reason is not Reason.RETRY:
@@ -255,40 +253,40 @@ def status_of_attempts(
 
     It is ``WAITING`` with ``Reason.RETRY`` after a failure that is tried again.
     """
-    for number, row in rows.items():
-        if row.status.state is JobState.SUCCEEDED and not row.claim:
-            return replace(row.status, attempt=number)
-    number = max(rows)
+    tried = {
+        number: replace(row.status, attempt=number) for number, row in rows.items() if not row.claim
+    }
+    for status in tried.values():
+        if status.state is JobState.SUCCEEDED:
+            return status
+    # The last one explains a claim, too.
+    last = tried[max(tried)] if tried else JobStatus(JobState.WAITING, attempt=0)
     claim = next((row.claim for row in rows.values() if row.claim), "")
     if claim:
-        runs = [number for number, row in rows.items() if row.status.state is JobState.RUNNING]
+        runs = [status for status in tried.values() if status.state is JobState.RUNNING]
         if runs:  # its end is still open: it may succeed before it is stopped
-            return replace(rows[runs[-1]].status, attempt=runs[-1])
-        # What ran before the claim explains it.
-        before = max((number for number, row in rows.items() if not row.claim), default=0)
-        node = rows[before].status.node if before else ""
+            return runs[-1]
         if claim == CANCELLED:
-            detail = claim if before else "cancelled before its start"
-            return JobStatus(JobState.CANCELLED, Reason.CANCELLED, detail, node, before)
+            detail = claim if tried else "cancelled before its start"
+            return with_state(last, JobState.CANCELLED, Reason.CANCELLED, detail)
         reason = Reason.NOT_PLACED if claim == NOT_PLACED else Reason.REFUSED
-        return JobStatus(JobState.FAILED, reason, claim, node, before)
-    last = replace(rows[number].status, attempt=number)
+        return with_state(last, JobState.FAILED, reason, claim)
     if last.state is not JobState.FAILED:
         return last
-    detail = f"attempt {number} was not started in time by Ray, which does not count"
     failed = [
-        number
-        for number, row in rows.items()
-        if row.status.state is JobState.FAILED and row.status.reason is not Reason.START_TIMEOUT
+        status
+        for status in tried.values()
+        if status.state is JobState.FAILED and status.reason is not Reason.START_TIMEOUT
     ]
     if failed:
-        newest = rows[failed[-1]]
-        permanent = newest.status.reason in _PERMANENT or newest.exit_code in permanent_exit_codes
+        exit_code = rows[failed[-1].attempt].exit_code
+        permanent = failed[-1].reason in _PERMANENT or exit_code in permanent_exit_codes
         if permanent or len(failed) > retries:
-            return replace(newest.status, attempt=failed[-1])
+            return failed[-1]
+    detail = f"attempt {last.attempt} was not started in time by Ray, which does not count"
     if last.reason is not Reason.START_TIMEOUT:
         more = retries - len(failed) + 1
-        detail = f"attempt {number} failed ({last.detail}); {more} more allowed"
+        detail = f"attempt {last.attempt} failed ({last.detail}); {more} more allowed"
     return with_state(last, JobState.WAITING, Reason.RETRY, detail)
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import time
 import zipfile
+from collections import Counter
 from contextlib import suppress
 from time import monotonic
 from typing import Callable, Mapping
@@ -46,19 +47,11 @@ from ..status import (
 )
 from .decide import Action, Decision, Do, decide, time_left
 
-#: Seconds between two looks at the table: at first, when nothing has happened for long, and when a
-#: look takes long.
-PACE_S, PACE_MAX_S, SLOW_MAX_S = 0.3, 5.0, 20.0
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.
 ABSENT_MAX_S = 60.0
-#: Seconds that Ray may answer an attempt with an error of its own before the job is given up.
-REFUSED_AFTER_S = 180.0
-#: Memory of the head for each job's supervisor (measured: 85 to 110 MB), and the part of the
-#: head's memory that supervisors may take when the user sets no limit.
-SUPERVISOR_BYTES, HEAD_PART = 110 * 10**6, 0.5
-#: Seconds in which only other clusters' dashboards answer until the own one is taken to be gone.
-FOREIGN_MAX_S = 120.0
+#: Memory of the head for each job's supervisor (measured: 85 to 110 MB).
+SUPERVISOR_BYTES = 110 * 10**6
 
 
 class WrongCluster(Exception):
@@ -105,7 +98,7 @@ class Dispatcher:
                 return code
             # Look again soon while things happen, and never be a burden.
             idle_s = self._clock() - self._changed_at
-            sleep(max(PACE_S, min(idle_s / 20, PACE_MAX_S), min(self._look_s * 4, SLOW_MAX_S)))
+            sleep(max(0.3, min(idle_s / 20, 5.0), min(self._look_s * 4, 20.0)))
 
     def round(self) -> int | None:
         """Look once and act; the exit code when there is nothing left to do."""
@@ -136,9 +129,10 @@ class Dispatcher:
             return JobExit.OUT_OF_TIME
         if not decision.is_over or is_waiting:
             return None
-        say(f"all is decided: {_count(decision)}")
-        states = {status.state for status in decision.statuses.values()}
-        return JobExit.SUCCEEDED if states <= {JobState.SUCCEEDED} else JobExit.SOME_FAILED
+        states = Counter(status.state for status in decision.statuses.values())
+        counts = (f"{count} {state.value}" for state, count in sorted(states.items()))
+        say(f"all is decided: {', '.join(counts)}")
+        return JobExit.SUCCEEDED if states.keys() <= {JobState.SUCCEEDED} else JobExit.SOME_FAILED
 
     def _look(self) -> dict[str, Attempt] | None:
         """The table, or ``None`` when it is not (yet) the one that has this dispatcher."""
@@ -188,8 +182,8 @@ class Dispatcher:
             except RequestRefused as error:
                 why = str(error)
             except Unanswered as error:
-                if now - self._errors.setdefault(name, now) < REFUSED_AFTER_S:
-                    raise
+                if now - self._errors.setdefault(name, now) < 180.0:
+                    raise  # an error of Ray's own, which may pass
                 why = f"not taken: {error}"
         self._api.post(claim_body(name, job.nonce, why))
         return True
@@ -219,18 +213,16 @@ class Dispatcher:
 
     def _report(self, decision: Decision) -> None:
         """Say one line for every job whose status has changed since the last look."""
-        if not self._reported:  # there may be thousands, and none happened now
-            say(f"the jobs are: {_count(decision)}")
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._clock()))
         for name, status in decision.statuses.items():
             now = status.state, status.attempt, status.reason
+            # At first there may be thousands, and none happened now.
             before, self._reported[name] = self._reported.get(name, now), now
             if before != now:
                 self._changed_at = self._clock()
                 submission_id = attempt_id(self._jobs[name].id, max(1, status.attempt))
-                place = f"on node {status.node[:12]}" if status.state is JobState.RUNNING else ""
-                words = " ".join((status.detail or place).split())
-                say(f"{at} {status.state.value} {submission_id} {words}".rstrip())
+                detail = " ".join(status.detail.split())
+                say(f"{at} {status.state.value} {submission_id} {detail}".rstrip())
 
     def _complain(self, about: str, text: str) -> None:
         if self._troubles.get(about) != text:
@@ -241,7 +233,7 @@ class Dispatcher:
 def run(dispatch: DispatchSpec, submission_id: str) -> int:
     """Run the dispatcher's job and return its exit code."""
     if dispatch.max_in_flight is None:  # as many as half of the head's memory has room for
-        limit = max(4, int(memory_bytes() * HEAD_PART / SUPERVISOR_BYTES))
+        limit = max(4, memory_bytes() // 2 // SUPERVISOR_BYTES)
         dispatch = dispatch._replace(max_in_flight=limit)
     say(f"{len(dispatch.jobs)} jobs, at most {dispatch.max_in_flight} at once")
     secrets = read_secrets()
@@ -271,7 +263,7 @@ def find_dashboard(dispatch: DispatchSpec) -> DashboardClient:
                 # A dispatch continues in the next allocation, whose Ray has another name.
                 if own or session == dispatch.session:
                     return DashboardClient(url)
-                give_up_at = min(give_up_at, monotonic() + FOREIGN_MAX_S)
+                give_up_at = min(give_up_at, monotonic() + 120.0)
         time.sleep(1.0)
     raise WrongCluster(
         f"other sessions than {dispatch.session} answer here; tried {dispatch.dashboards}"
@@ -285,11 +277,3 @@ def memory_bytes() -> int:
         with suppress(OSError, ValueError), open(path, encoding="ascii") as file:
             total = min(total, int(file.read()))  # "max" is no limit
     return total
-
-
-def _count(decision: Decision) -> str:
-    """The count of every state, as in ``3 SUCCEEDED, 1 RUNNING``."""
-    states = [status.state for status in decision.statuses.values()]
-    return ", ".join(
-        f"{states.count(state)} {state.value}" for state in JobState if state in states
-    )

@@ -34,7 +34,7 @@ from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, is_cancelled, name
 from ..node.output import say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
-from ..spec import RENDEZVOUS, GroupRows, GroupSpec, Json, RoleSpec, env_key, status_file_name
+from ..spec import RENDEZVOUS, GroupRows, GroupSpec, Json, env_key, status_file_name
 from ..status import Phase, Reason, ReplicaState
 from . import machine
 from .machine import Event, Group, Kind, Replica
@@ -50,9 +50,9 @@ _LOOK_S, _LOOK_MAX_S = 0.1, 1.0
 #: Seconds until a group whose roles spread tries other nodes, until the first line about one that
 #: waits, and for which one must look infeasible, since nodes may be joining right now.
 _FIRST_S = 3.0
-#: Seconds in which a worker must come up by a ``py_executable``, after those in which something is
-#: installed for it: Ray itself tries it for ever.
-_OWN_PYTHON_S, _BUILD_S = 90.0, 600.0
+#: Seconds in which a worker must come up by a ``py_executable``, and by one for which something is
+#: installed first: Ray itself tries it for ever.
+_OWN_PYTHON_S, _BUILD_S = 90.0, 1800.0
 
 
 class GroupDriver:
@@ -141,13 +141,18 @@ class GroupDriver:
             alive = {node.node_id for node in nodes_of(self._ray.nodes())}
             waiting = [one.handle for one in replicas if one.life is ReplicaState.AWAITED]
             for handle in waiting:
+                runtime_env = handle.role.runtime_env
+                executable = runtime_env.get("py_executable") or ""
+                # Other keys, or words as in `uv run --with …`, install something first.
+                is_built = len(runtime_env) > 1 or " " in executable
+                limit_s = _BUILD_S if is_built else _OWN_PYTHON_S
                 if handle.node.node_id not in alive:
                     self._happened(lost(handle, "the node died before the replica was prepared"))
-                elif not handle.answers and now >= self._placed_at + own_python_s(handle.role):
+                elif executable and not handle.answers and now >= self._placed_at + limit_s:
                     words = (
                         f"no worker on node {handle.node.host} ({handle.node.address}) has come up "
-                        f"by py_executable={handle.role.runtime_env['py_executable']!r}: it must "
-                        "exist on the node, and be able to import ray"
+                        f"by py_executable={executable!r}: it must exist on the node, and be able "
+                        "to import ray"
                     )
                     cause = Reason.RUNTIME_ENV
                     self._happened(Event(Kind.UNPREPARED, handle.replica_id, words, cause=cause))
@@ -166,8 +171,9 @@ class GroupDriver:
         before, replicas = self._group.phase, self._group.replicas
         orders = self._group.step(event)
         phase = self._group.phase
-        if before is not phase is Phase.ENDING and self._group.outcome is not None:
-            say(f"ending the group: {self._group.outcome.words}")
+        outcome = self._group.outcome
+        if outcome and before is not phase is Phase.ENDING:
+            say(f"ending the group: {outcome.words}")
         elif before is not phase is Phase.PRIMARIES:
             has_services = any(role.service for role in self._spec.roles)
             say("every service is ready; the primaries start" if has_services else "started")
@@ -346,19 +352,8 @@ def lost(handle: ReplicaHandle, why: str, cause: Reason = Reason.NODE_DIED) -> E
     A worker that never came up has one of Ray's own: a runtime_env that cannot be built, an image
     that does not exist.
     """
-    place = f"node {handle.node.host} ({handle.node.address})"
-    return Event(Kind.LOST, handle.replica_id, f"{place}: {why}", cause=cause)
-
-
-def own_python_s(role: RoleSpec) -> float:
-    """Seconds in which a worker must come up by a ``py_executable`` of its role."""
-    executable = str(role.runtime_env.get("py_executable") or "")
-    if not executable:
-        return math.inf
-    if " " in executable or {"pip", "uv", "conda"} & set(role.runtime_env):  # `uv run --with …`
-        config = role.runtime_env.get("config") or {}
-        return _OWN_PYTHON_S + max(float(config.get("setup_timeout_seconds", 0)), _BUILD_S)
-    return _OWN_PYTHON_S
+    words = f"node {handle.node.host} ({handle.node.address}): {why}"
+    return Event(Kind.LOST, handle.replica_id, words, cause=cause)
 
 
 def event_of(handle: ReplicaHandle, report: Json) -> Event | None:
@@ -409,20 +404,29 @@ def variables(
             found[f"{prefix}_PORT_{env_key(port)}"] = numbers.get(replica_id, numbers[keys[0]])
             found[f"{prefix}_PORTS_{env_key(port)}"] = ",".join(numbers.values())
     role = next(role for role in spec.roles if role.name == replica_id[0])
-    rank, head = str(replica_id[1]), (role.name, 0)
-    found["NEMO_RUN_HEAD_NODE_IP"] = hosts[head]
-    found["NEMO_RUN_NUM_NODES"] = str(role.replicas)
-    found["NEMO_RUN_NODE_RANK"] = rank
-    found["NEMO_RUN_NPROC_PER_NODE"] = processes = str(role.processes)
-    if RENDEZVOUS in role.ports:
-        port = found["NEMO_RUN_RDZV_PORT"] = str(ports[head][RENDEZVOUS])
-        if role.ranked:
-            world = {"NODE_RANK": rank, "WORLD_SIZE": str(role.replicas * role.processes)}
-            place = {"MASTER_ADDR": hosts[head], "MASTER_PORT": port}
-            return {**found, **world, **place, "LOCAL_WORLD_SIZE": processes}
-        # torchrun hosts the rendezvous only where the host's own name resolves to its address, and
-        # gives that name to the workers; beside 127.0.0.1 in /etc/hosts (Debian) both fail.
-        is_host = f"is_host={int(replica_id == head)}"
-        torchrun = {"PET_RDZV_CONF": is_host, "PET_LOCAL_ADDR": hosts[replica_id]}
-        found.update({key: torchrun[key] for key in torchrun if key not in role.task.env})
-    return found
+    head, rank, processes = (role.name, 0), str(replica_id[1]), str(role.processes)
+    found |= {
+        "NEMO_RUN_HEAD_NODE_IP": hosts[head],
+        "NEMO_RUN_NUM_NODES": str(role.replicas),
+        "NEMO_RUN_NODE_RANK": rank,
+        "NEMO_RUN_NPROC_PER_NODE": processes,
+    }
+    if RENDEZVOUS not in role.ports:
+        return found
+    port = found["NEMO_RUN_RDZV_PORT"] = str(ports[head][RENDEZVOUS])
+    if role.ranked:
+        return {
+            **found,
+            "NODE_RANK": rank,
+            "WORLD_SIZE": str(role.replicas * role.processes),
+            "LOCAL_WORLD_SIZE": processes,
+            "MASTER_ADDR": hosts[head],
+            "MASTER_PORT": port,
+        }
+    # torchrun hosts the rendezvous only where the host's own name resolves to its address, and
+    # gives that name to the workers; beside 127.0.0.1 in /etc/hosts (Debian) both fail.
+    torchrun = {
+        "PET_RDZV_CONF": f"is_host={int(replica_id == head)}",
+        "PET_LOCAL_ADDR": hosts[replica_id],
+    }
+    return found | {key: torchrun[key] for key in torchrun.keys() - role.task.env.keys()}

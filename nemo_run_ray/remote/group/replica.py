@@ -19,9 +19,6 @@ from ..node.probe import Probing
 from ..node.supervise import Child, Supervisor
 from ..spec import Json
 
-#: Seconds of one turn of the loop when there is nothing to look after, and beside a probe.
-_IDLE_S, _PROBING_S = 60.0, 0.2
-
 
 def main(argv: Sequence[str]) -> NoReturn:
     """Become the process of a replica; ``argv`` is the package's folder and the socket's number."""
@@ -45,7 +42,7 @@ class ReplicaProcess:
         obey = {"prepare": self._prepare, "start": self._start, "end": self._end}
         while True:
             writing = [channel] if channel.unsent else []
-            idle_s = _IDLE_S if self._probing is None else _PROBING_S
+            idle_s = 60.0 if self._probing is None else 0.2
             if channel in children.wait([channel], writing, idle_s, not channel.is_full):
                 orders = channel.orders()
                 if orders is None:

@@ -107,7 +107,7 @@ def _restore_manifest(code: str) -> None:
     os.remove(path)
     for name in manifest["executables"]:
         target = f"{code}/{name}"
-        os.chmod(target, os.stat(target).st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+        os.chmod(target, os.stat(target).st_mode | 0o111)
     for name, link in manifest["symlinks"].items():
         target = f"{code}/{name}"
         os.makedirs(os.path.dirname(target), exist_ok=True)

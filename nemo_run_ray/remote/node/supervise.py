@@ -168,10 +168,11 @@ class Child:
         self.code: int | None = None  # once it has ended: 128 + n after signal n
         self.reason = ""  # why it could not be started
         self.ended_at = monotonic()
-        self.fd: int | None = None  # to read its output from, until the output's end
+        self.pipe: Any = None  # to read its output from, until the output's end
         try:
             process = subprocess.Popen(
                 argv,
+                bufsize=0,
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -183,20 +184,15 @@ class Child:
         except (OSError, ValueError) as error:
             self.code, self.reason = explain_start(argv, env, cwd, error)
             return
-        self.pid = process.pid
-        if process.stdout is not None:
-            self.fd = os.dup(process.stdout.fileno())
-            process.stdout.close()
+        self.pid, self.pipe = process.pid, process.stdout
         process.returncode = 0  # the supervisor collects it; the object must not
 
     def read(self) -> None:
         """Pass on what there is to read; the empty bytes are the output's end."""
-        if self.fd is None:
-            return
-        data = os.read(self.fd, CHUNK_BYTES)
+        data = self.pipe.read(CHUNK_BYTES)
         if not data:
-            os.close(self.fd)
-            self.fd = None
+            self.pipe.close()
+            self.pipe = None
         self._output(data)
 
     @property
@@ -253,15 +249,15 @@ class Supervisor:
         While nobody can take more output, the children wait to write. What is ready of ``reading``
         and ``writing`` is returned.
         """
-        talking = [child for child in self.children if takes_output and child.fd is not None]
-        fds = [*reading, self._wake, *(child.fd for child in talking)]
+        talking = [child for child in self.children if takes_output and child.pipe is not None]
+        sources = [*reading, self._wake, *(child.pipe for child in talking)]
         is_busy = self.are_ending or any(child.code is not None for child in self.children)
         timeout_s = ROUND_S if is_busy else idle_s
-        ready, writable, _ = select.select(fds, list(writing), [], timeout_s)
+        ready, writable, _ = select.select(sources, list(writing), [], timeout_s)
         if self._wake in ready:
             os.read(self._wake, 1024)
         for child in talking:
-            if child.fd in ready:
+            if child.pipe in ready:
                 child.read()
         return ready + writable
 
@@ -277,7 +273,7 @@ class Supervisor:
             return False
         self.reap()
         for child in self.children:  # no process holds the other end of a pipe any more
-            while child.fd is not None:
+            while child.pipe is not None:
                 child.read()
         return True
 

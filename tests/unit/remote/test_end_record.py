@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nemo_run_ray.remote import end_record
 from nemo_run_ray.remote.end_record import (
     EndRecord,
     LostEnds,
@@ -35,15 +36,22 @@ UNRECORDED = {
 class Logs:
     """The logs of a cluster by the job's id, and how often they were asked for."""
 
+    now = 0.0
+
     def __init__(self, **logs: str | None) -> None:
         self.logs = logs
         self.asked: list[str] = []
-        self.now = 0.0
-        self.ends = LostEnds(self.end, lambda: self.now)
+        self.ends = LostEnds(self.end)
 
     def end(self, node: str, name: str) -> str | None:
         self.asked.append(name)
         return self.logs.get(name)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch) -> None:
+    monkeypatch.setattr(Logs, "now", 0.0)
+    monkeypatch.setattr(end_record, "monotonic", lambda: Logs.now)
 
 
 def end(text: str, code: int, cause: str = "EXIT_CODE") -> str:
@@ -153,8 +161,8 @@ def test_a_log_without_an_end_is_asked_for_again_after_a_while():
     logs = Logs(**{"e.job": "line\n"})
     for _ in range(100):
         logs.ends.restored(OVERWRITTEN)
-        logs.now += 1
+        Logs.now += 1
     assert len(logs.asked) == 7
     logs.logs["e.job"] = end("exit code 0", 0, "NONE")
-    logs.now += 15
+    Logs.now += 15
     assert logs.ends.restored(OVERWRITTEN)["status"] == "SUCCEEDED"

@@ -473,13 +473,9 @@ def test_every_decision_keeps_all_rules_and_depends_on_the_rows_alone(scene, cha
     assert replace(scene, table=dict(rows)).decide() == decision == scene.decide()
 
 
-def _with(left_s: float, lasts_s: float = 3600, renews: bool = False) -> TimeLeft:
-    return TimeLeft(left_s, lasts_s, renews)
-
-
 def test_what_ends_before_its_allocation_is_started():
     plan = dispatch_of(job_spec("a", time_s=600), job_spec("b", time_s=601), job_spec("c"))
-    found = decide(plan, {}, 1000.0, time_left=_with(600))
+    found = decide(plan, {}, 1000.0, time_left=TimeLeft(600))
     assert [(one.do, one.job) for one in found.actions] == [
         (Do.CLAIM, "b"),
         (Do.SUBMIT, "a"),
@@ -491,28 +487,28 @@ def test_what_ends_before_its_allocation_is_started():
 
 def test_where_another_allocation_goes_on_it_waits_for_that():
     plan = dispatch_of(job_spec("a", time_s=700), job_spec("b", time_s=300), job_spec("c", "a"))
-    busy = decide(plan, {"e.b": running("b")}, 1000.0, time_left=_with(600, renews=True))
+    busy = decide(plan, {"e.b": running("b")}, 1000.0, time_left=TimeLeft(600, renews=True))
     assert (busy.actions, busy.is_out_of_time) == ((), False), "b still runs"
     done = {"e.b": row(JobState.SUCCEEDED, "b")}
-    found = decide(plan, done, 1000.0, time_left=_with(600, renews=True))
+    found = decide(plan, done, 1000.0, time_left=TimeLeft(600, renews=True))
     assert (found.actions, found.is_out_of_time) == ((), True)
     assert found.statuses["a"].reason is Reason.TURN
-    again = decide(plan, done, 1000.0, time_left=_with(900, renews=True))
+    again = decide(plan, done, 1000.0, time_left=TimeLeft(900, renews=True))
     assert [one.job for one in again.actions] == ["a"]
 
 
 def test_nothing_begins_while_the_job_table_is_written_down_for_the_next_allocation():
     """What the table lacked would begin there again."""
     plan = dispatch_of(job_spec("a"))
-    busy = decide(plan, {}, 1000.0, time_left=_with(4.0, renews=True))
+    busy = decide(plan, {}, 1000.0, time_left=TimeLeft(4.0, renews=True))
     assert (busy.actions, busy.is_out_of_time) == ((), True)
-    assert decide(plan, {}, 1000.0, time_left=_with(4.0)).actions, "nothing goes on there"
-    assert decide(plan, {}, 1000.0, time_left=_with(6.0, renews=True)).actions
+    assert decide(plan, {}, 1000.0, time_left=TimeLeft(4.0)).actions, "nothing goes on there"
+    assert decide(plan, {}, 1000.0, time_left=TimeLeft(6.0, renews=True)).actions
 
 
 def test_what_no_allocation_is_long_enough_for_is_given_up():
     plan = dispatch_of(job_spec("a", time_s=4000))
-    (claim,) = decide(plan, {}, 1000.0, time_left=_with(600, 3600, renews=True)).actions
+    (claim,) = decide(plan, {}, 1000.0, time_left=TimeLeft(600, 3600, renews=True)).actions
     assert "it needs 4000 s, and each allocation lasts 3600 s" in claim.why
 
 
