@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 from contextlib import suppress
 
 from ..end_record import CUT, PREFIX
@@ -48,8 +49,10 @@ def log_end(path: str) -> str:
     """The last lines of a log as the end of a sentence, each behind ``| ``; empty without a log."""
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - 8192, 0))
-        lines = file.read().decode(errors="replace").split("\n")
-        lines = [line.rstrip() for line in lines if line.strip()][-12:]
+        text = file.read().decode(errors="replace")
+        # `ray start` says how to use Ray, which says nothing of an end.
+        text = re.sub(r".*[ \t](INFO|SUCC) \w+\.py:\d+ -- .*", "", text)
+        lines = [line.rstrip() for line in text.split("\n") if line.strip()][-12:]
         return "\n    | ".join([f". Its log, {path}, ends with:", *lines])
     return ""
 
