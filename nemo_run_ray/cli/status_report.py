@@ -20,7 +20,6 @@ from nemo_run_ray.errors import NemoRunRayError, shown
 from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.job import (
     RemoteJob,
-    failure_lines,
     jobs_of,
     not_ready,
 )
@@ -141,7 +140,10 @@ class StatusReport:
                 parts.append(
                     f"\n{job.name} has {row['elements']} elements: {', '.join(counts)}{pace}"
                 )
-                parts += failure_lines(row)  # type: ignore[arg-type]
+                parts += [
+                    f"  element {index}: {words or f'exit code {code}'}"
+                    for index, code, words in row["failures"]
+                ]
                 if row["failures"]:
                     parts.append(f"  Their output: nemo-run-ray logs {job.id} --element N")
         for shared in troubles.values():
@@ -167,8 +169,9 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> Json:
     hosts = job.hosts_in(snapshot) if status.node and not is_away else {}
     for attempt in job.attempts_in(snapshot).values():
         row = {"id": attempt.submission_id, **asdict(attempt), "seen_at": None}
+        row["state"] = attempt.state.value
         row["host"] = hosts.get(attempt.node)
-        if status.state is JobState.LOST and not JobState(attempt.state).is_terminal:
+        if status.state is JobState.LOST and not attempt.state.is_terminal:
             # It is lost with its job, because its end was not seen.
             row["state"] = JobState.LOST.value
         attempts.append(row)

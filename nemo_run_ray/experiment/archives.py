@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import starmap
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from nemo_run.core.packaging.base import Packager
 from nemo_run.core.packaging.git import GitArchivePackager
@@ -119,9 +119,8 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         delivered = _run(packager, folder, name)
         # ignore_zeros: PatternPackager's and GitArchivePackager's archives are several, end to end.
         with tarfile.open(delivered, ignore_zeros=True) as tar:
-            # Python before 3.10.12, and 3.11 before 3.11.4, know no filters.
-            unfiltered: Any = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
-            tar.extractall(root, _plain(tar, root), **unfiltered)
+            tar.extraction_filter = lambda member, _: member  # ``_plain`` has checked it
+            tar.extractall(root, _plain(tar, root))
         paths = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*"))}
         links = {name: os.readlink(path) for name, path in paths.items() if path.is_symlink()}
         files = [name for name, path in paths.items() if name not in links and path.is_file()]
@@ -143,8 +142,13 @@ def code_archive(packager: Packager, folder: Path, name: str) -> Archive:
         shutil.rmtree(root, ignore_errors=True)
         if isinstance(error, NemoRunRayError) or not isinstance(error, Exception):
             raise
-        raise PackagingFailed(  # a packager is the user's code, and may raise anything
-            f"{what} cannot be sent from {Path.cwd()}: {_reason(error)}. Nothing was sent. "
+        # A packager is the user's code, and may raise anything.
+        printed = getattr(error, "stderr", None) or getattr(error, "output", None) or ""
+        printed = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error} {printed}".split())[:_REASON_MAX].rstrip(".")
+        raise PackagingFailed(
+            f"{what} cannot be sent from {Path.cwd()}: {reason}. Nothing was sent. "
             "Correct the packager's fields or the folder that it packs, or take another packager, "
             "such as FolderPackager(…, exclude=[…])."
         ) from error
@@ -197,16 +201,19 @@ def package_archive() -> Archive:
     return Archive("nemo_run_ray itself", entries, _digest(entries))
 
 
-def job_archive(plans: Sequence[JobPlan], job_dirs: Mapping[str, Path], main: Path) -> Archive:
+def job_archive(plans: Sequence[JobPlan], main: Path) -> Archive:
     """The specs, configs and scripts of an experiment's jobs."""
     entries = [Entry(f"{JOBS}/__main__.py", main)] if main.exists() else []
     for planned in sorted(plans, key=lambda plan: plan.job):
         prefix = f"{JOBS}/{safe_id(planned.job)}"
         entries.append(Entry(f"{prefix}/{SPEC}", to_json(planned.spec).encode()))
         for kind in ("configs", "scripts"):
-            folder = job_dirs[planned.job] / kind
-            wanted = lambda path: not path.name.endswith(_FOR_PEOPLE)  # noqa: E731
-            entries += starmap(Entry, _folder(folder, f"{prefix}/{kind}", wanted))
+            files = _folder(
+                Path(planned.executor.job_dir, kind),
+                f"{prefix}/{kind}",
+                lambda path: not path.name.endswith(_FOR_PEOPLE),
+            )
+            entries += starmap(Entry, files)
     return Archive("The experiment's configs and scripts", entries, _digest(entries))
 
 
@@ -272,14 +279,6 @@ def _plain(tar: tarfile.TarFile, root: Path) -> Iterator[tarfile.TarInfo]:
         is_executable = member.isdir() or member.mode & stat.S_IXUSR
         member.mode = 0o755 if is_executable else 0o644
         yield member
-
-
-def _reason(error: Exception) -> str:
-    """An error as a part of a sentence, with what the program printed that failed."""
-    printed = getattr(error, "stderr", None) or getattr(error, "output", None) or ""
-    printed = printed.decode(errors="replace") if isinstance(printed, bytes) else str(printed)
-    reason = error if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return " ".join(f"{reason} {printed}".split())[:_REASON_MAX].rstrip(".")
 
 
 def _folder(root: Path, prefix: str, wanted: Callable[[Path], bool]) -> Iterator[tuple[str, Path]]:

@@ -20,12 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemo_run_ray.clusters import from_record
+from nemo_run_ray.clusters import ClusterArchive, from_record
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import (
@@ -88,25 +88,23 @@ _T = TypeVar("_T")
 _RECOVERS_S = 2.0
 #: Seconds that a dispatcher may be about to start before another one is started.
 PENDING_MAX_S = 60.0
-#: Seconds that an allocation of Slurm may take to end when what is left needs more time.
-_RENEWAL_S = 120.0
 #: The reason where nobody knows a better one.
 GONE = "the cluster that had it is gone"
 
 
+@dataclass
 class Snapshot:
     """The answers of clusters at one moment. Each is asked once, and an error is an answer too.
 
     The job tables of a fresh one are asked for now; otherwise they may be a moment old.
     """
 
-    def __init__(self, is_fresh: bool = False) -> None:
-        self._is_fresh = is_fresh
-        self._answers: dict[tuple[Hashable, str], Any] = {}
+    is_fresh: bool = False
+    _answers: dict[tuple[Hashable, str], Any] = field(default_factory=dict)
 
     def rows(self, api: JobsApi) -> JobRows:
         """The job table."""
-        return self.once(api, "rows", lambda: api.table(self._is_fresh))
+        return self.once(api, "rows", lambda: api.table(self.is_fresh))
 
     def once(self, about: Hashable, what: str, ask: Callable[[], _T]) -> _T:
         """The result of ``ask``, or the error that it raises, remembered for this snapshot."""
@@ -144,14 +142,18 @@ class DispatchStatus:
         moment. A second one beside it does no harm.
         """
         now = time.time()
-        last = self.dispatcher[max(self.dispatcher)] if self.dispatcher else None
-        if last and last.exit_code == JobExit.OUT_OF_TIME and last.ended_at > now - _RENEWAL_S:
-            return True
         return any(
-            row.is_live
+            row.ended_at > now - 120.0  # its allocation may take so long to end
+            if row.exit_code == JobExit.OUT_OF_TIME
+            else row.is_live
             and (row.status.state is not JobState.PENDING or row.posted_at > now - PENDING_MAX_S)
             for row in self.dispatcher.values()
         )
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether something is left to do on the cluster, and no dispatcher there does it."""
+        return not (self.lost or self.decision.is_over or self.is_dispatched)
 
 
 class Dispatch:
@@ -179,11 +181,9 @@ class Dispatch:
     @classmethod
     def of(cls, exp_dir: Path, dispatcher_id: str) -> Dispatch:
         """The one that all threads of this process share."""
-        store = store_of(exp_dir)
-        with store.lock:
-            fresh = cls(exp_dir, dispatcher_id)
-            found: Dispatch = store.dispatches.setdefault(dispatcher_id, fresh)
-            return found
+        fresh = cls(exp_dir, dispatcher_id)
+        found: Dispatch = store_of(exp_dir).dispatches.setdefault(dispatcher_id, fresh)
+        return found
 
     @classmethod
     def of_job(cls, record: JobRecord) -> Dispatch:
@@ -196,16 +196,14 @@ class Dispatch:
     def spec(self) -> DispatchSpec:
         """The plan."""
         try:
-            found = from_json((self.folder / "dispatch.json").read_text(encoding="utf-8"))
-            if not isinstance(found, DispatchSpec):
-                raise ValueError("it is no chain")
+            text = (self.folder / "dispatch.json").read_text(encoding="utf-8")
+            return from_json(text)  # type: ignore[return-value]
         except (OSError, ValueError) as error:
             raise JobError(
                 f"The plan of the chain {self.id} cannot be read from {self.folder}: {error}. "
                 "Copy the experiment's whole folder, with the version of nemo_run_ray that "
                 "submitted it."
             ) from error
-        return found
 
     @functools.cached_property
     def after(self) -> Mapping[str, tuple[str, ...]]:
@@ -230,11 +228,8 @@ class Dispatch:
         for archive in uploads:
             if not (self.folder / archive.name).exists():
                 write_file(self.folder / archive.name, archive.pack())
-        start = {
-            "archives": [archive.name for archive in uploads],
-            "pythons": pythons,
-            "secret_places": places,
-        }
+        names = [archive.name for archive in uploads]
+        start = {"archives": names, "pythons": pythons, "secret_places": places}
         write_file(self.folder / "dispatcher.json", json.dumps(start))
         write_file(self.folder / "dispatch.json", plan)
         self.spec = spec
@@ -272,9 +267,10 @@ class Dispatch:
         if now != session:
             why = f"the Ray at {url} is not the one that had it (then {session}, now {now})"
             return replace(found, lost=why)
-        records = store_of(self.exp_dir).ledger.jobs().values()
-        own = (one for one in records if first_id(one.submission_id) == self.id)
-        if all(one.last != SUBMITTED for one in own):
+        if not any(
+            first_id(record.submission_id) == self.id and record.last == SUBMITTED
+            for record in store_of(self.exp_dir).ledger.jobs().values()
+        ):
             return found
 
         def ask_again() -> JobRows:
@@ -329,8 +325,8 @@ def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: Json) -> None:
     try:
         repeat(ask, OUTCOME_S, f"{url} to take the job {name}")
     except JobRefused as error:
-        refused = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
-        ledger.note(TERMINAL, name, status=asdict(refused))
+        status = JobStatus(JobState.FAILED, Reason.REFUSED, str(error))
+        ledger.note(TERMINAL, name, status=status)
         raise
     except NemoRunRayError as error:
         ledger.note(UNSETTLED, name, why=str(error))
@@ -390,38 +386,38 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: Json) -> str:
             body(dispatch.id, SUBMISSION_ID),
             lambda: {saved: (folder / saved).read_bytes() for saved in packages},
         )
-    values: Json = {"job": DISPATCHER, "dispatcher": dispatch.id, "is_dispatcher": True}
-    values |= {"cluster": cluster, "session": spec.session, "nonce": nonce}
+    values: Json = {
+        "job": DISPATCHER,
+        "dispatcher": dispatch.id,
+        "is_dispatcher": True,
+        "cluster": cluster,
+        "session": spec.session,
+        "nonce": nonce,
+    }
     submit_once(dispatch.exp_dir, (INTENT, name, values), api, body(name, name))
     return name
 
 
-_STARTED = "started again as "
-
-
 def resume(dispatch: Dispatch) -> str:
     """Start the dispatcher if it is dead and something is left to do, and say what was done."""
-    all_records = store_of(dispatch.exp_dir).ledger.jobs().values()
-    records = [job for job in all_records if job.dispatcher == dispatch.id]
+    jobs = store_of(dispatch.exp_dir).ledger.jobs().values()
+    records = [job for job in jobs if job.dispatcher == dispatch.id]
     if all(job.terminal for job in records if not job.is_dispatcher):
         return "all is decided"  # its cluster may be gone since
-    record = records[0].cluster
-    cluster = from_record(record)
+    cluster = from_record(records[0].cluster)
     dashboard = cluster.find()
     if dashboard is None:
-        archive = cluster.archive(dispatch.spec.session)
-        if archive is not None and archive.continues:
+        archive = cluster.archive(dispatch.spec.session) or ClusterArchive()
+        if archive.continues:
             return f"it continues by itself: {archive.reason}"
-        return f"run the experiment again: {(archive and archive.reason) or GONE}"
+        return f"run the experiment again: {archive.reason or GONE}"
     api = JobsApi.of(dashboard)
     found = dispatch.look(api, Snapshot(is_fresh=True))
+    if found.is_stuck:
+        return f"started again as {start_dispatcher(dispatch, api, records[0].cluster)}"
     if found.lost:
         return f"lost: {found.lost}; run the experiment again"
-    if found.decision.is_over:
-        return "all is decided"
-    if found.is_dispatched:
-        return "its dispatcher is at work"
-    return f"{_STARTED}{start_dispatcher(dispatch, api, record)}"
+    return "all is decided" if found.decision.is_over else "its dispatcher is at work"
 
 
 # ---------------------------------------------------------------- while a client waits
@@ -430,10 +426,6 @@ def resume(dispatch: Dispatch) -> str:
 _REVIVE_AGAIN_S = 20.0
 #: Starts by one process of a dispatcher that always ends at once.
 _REVIVALS_MAX = 20
-#: Seconds that the client that hands a dispatch over may need until its dispatcher is there.
-_SENDING_S = 120.0
-#: Seconds between two times that a waiting client tends.
-_TEND_AGAIN_S = 2.0
 
 
 def tend(exp_dir: Path) -> None:
@@ -454,7 +446,7 @@ def tend(exp_dir: Path) -> None:
 
 def tend_until(exp_dir: Path, is_over: threading.Event) -> None:
     """Look after the jobs of an experiment again and again."""
-    while not is_over.wait(_TEND_AGAIN_S):
+    while not is_over.wait(2.0):
         tend(exp_dir)
 
 
@@ -478,17 +470,17 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
         dispatch = Dispatch.of(record.exp_dir, name)
         found = dispatch.look(api, snapshot)
         # Its first dispatcher may be on its way: the client sends the archives before.
-        is_young = time.time() - record.intended_at < _SENDING_S and not found.dispatcher
-        if is_young or found.lost or found.is_dispatched or found.decision.is_over:
+        is_young = time.time() - record.intended_at < 120.0 and not found.dispatcher
+        if is_young or not found.is_stuck:
             continue
         with store_of(record.exp_dir).lock:
             if monotonic() < dispatch.revive_at or dispatch.revivals >= _REVIVALS_MAX:
                 continue
             dispatch.revive_at = monotonic() + _REVIVE_AGAIN_S
         try:
-            outcome = resume(dispatch)
-            if not outcome.startswith(_STARTED):
-                continue  # another client was faster, or its cluster is gone
+            if not dispatch.look(api, Snapshot(is_fresh=True)).is_stuck:
+                continue  # another client was faster
+            outcome = f"it is started again as {start_dispatcher(dispatch, api, record.cluster)}"
             dispatch.revivals += 1
         except (NemoRunRayError, OSError) as error:
             outcome = f"it cannot be started: {error}"
@@ -499,7 +491,6 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
 
 #: Seconds that a cluster may take for its first answer.
 _AWAY_S = 20.0
-_STEP_S = 0.2
 
 
 def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
@@ -515,8 +506,8 @@ def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
             trouble, has_answered = None, True
         except Unanswered as error:
             trouble = error
-        time.sleep(_STEP_S)
-    if trouble is not None and not has_answered:
+        time.sleep(0.2)
+    if not has_answered:
         raise ClusterError(
             f"It is not known whether {what} was told to end. {trouble} Cancel it again when the "
             "cluster answers."

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -52,7 +52,7 @@ from nemo_run_ray.experiment.dispatch import (
     poll_until,
     tend,
 )
-from nemo_run_ray.experiment.logs import OF_RAY, attempt_mark, follow, output_of
+from nemo_run_ray.experiment.logs import OF_RAY, attempt_mark, beyond, follow, output_of
 from nemo_run_ray.experiment.store import (
     SEEN,
     TERMINAL,
@@ -131,16 +131,10 @@ _BEGUN_S = 60.0
 #: Seconds beyond the grace period until elements that were cancelled have ended, also on a node
 #: that has died.
 _END_MARGIN_S = NODE_DEAD_S + 60.0
-#: Characters of a request: Linux takes 128 KiB as one word of a command.
-_REQUEST_MAX = 2**16
 #: Seconds that the log of one job may take to be copied.
 COPY_S = 60.0
-#: If a job was posted, or seen waiting, so many seconds ago and runs now, it has begun now.
-_MOMENT_S = 10.0
 #: Lines at the end of a log that may hold its end record.
 _LAST_LINES = 3
-#: Seconds that a start takes where there is room; before that nothing is asked.
-_STARTS_S = 3.0
 #: Number of holders that a message names.
 _HOLDERS_MAX = 3
 
@@ -193,8 +187,8 @@ class RemoteJob:
     @property
     def misses_log(self) -> bool:
         """Whether its log is still to be copied into the experiment's folder."""
-        is_wanted = self.record.keep_logs_max_bytes != 0 and not self.record.is_log_given_up
-        return is_wanted and not self.kept.log.exists()
+        is_unwanted = self.record.keep_logs_max_bytes == 0 or self.record.is_log_given_up
+        return not (is_unwanted or self.kept.log.exists())
 
     @property
     def dispatch(self) -> Dispatch:
@@ -232,29 +226,37 @@ class RemoteJob:
         with suppress(NemoRunRayError):  # the cluster is away: its status says so
             api = self._api()
             if api is not None:
-                attempts = self.dispatch.look(api, snapshot).attempts[self.id]
+                found = self.dispatch.look(api, snapshot)
             else:
                 archive = snapshot.once(self.record.session, "archive", self._archive)
-                attempts = self.dispatch.decided(archive.rows if archive else {}).attempts[self.id]
-            for number, row in attempts.items():
-                name = attempt_id(self.id, number)
+                found = self.dispatch.decided(archive.rows)
+            for number, row in found.attempts[self.id].items():
+                name, status = attempt_id(self.id, number), row.status
                 if not row.claim and row.nonce in self.record.nonces:
-                    seen[name] = AttemptRecord.of(name, row)
+                    seen[name] = AttemptRecord(
+                        submission_id=name,
+                        state=status.state,
+                        reason=status.reason.value,
+                        detail=status.detail,
+                        node=status.node,
+                        posted_at=row.posted_at,
+                        ended_at=row.ended_at or None,
+                        exit_code=row.exit_code,
+                    )
         return merged(self.record.attempts, seen)
 
     def hosts_in(self, snapshot: Snapshot) -> Mapping[str, str]:
         """The names of its cluster's nodes by their ids; empty when the cluster does not say."""
         with suppress(NemoRunRayError):  # its status says why the cluster is away
-            api = self._api()
-            return {} if api is None else snapshot.once(api, "hosts", api.state.hosts)
+            if api := self._api():
+                return snapshot.once(api, "hosts", api.state.hosts)
         return {}
 
     def api(self) -> JobsApi:
         """The dashboard of its cluster."""
         api = self._api()
         if api is None:
-            archive = self._archive()
-            why = (archive and archive.reason) or GONE
+            why = self._archive().reason or GONE
             raise JobError(f"The job {self.id} cannot be asked any more: {why}")
         return api
 
@@ -285,7 +287,8 @@ class RemoteJob:
             status = api.state.explain_build(row, status)
             posted_at = (row.get("start_time") or 0) / 1000
             ask = request_of(self.record.reservation)
-            if ask and status.reason is Reason.NONE and time.time() - posted_at > _STARTS_S:
+            # Where there is room, a start takes less than three seconds.
+            if ask and status.reason is Reason.NONE and time.time() - posted_at > 3.0:
                 waits = why_waiting(ask, api.state.room(), snapshot.rows(api))
                 if waits is not None:
                     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
@@ -307,16 +310,15 @@ class RemoteJob:
     def _lost(self, snapshot: Snapshot, why: str) -> JobStatus:
         """Its status by what a cluster that is gone has kept."""
         archive = self._archive()
-        if archive is not None and archive.rows:
+        if archive.rows:
             status, _ = self._decided(self.dispatch.decided(archive.rows))
             if status.state.is_terminal:
                 return self._named(status)
-        if archive is not None and archive.continues:
+        if archive.continues:
             detail = f"{archive.reason}."
             return self.as_seen(snapshot, JobState.UNKNOWN, Reason.UNREACHABLE, detail)
-        why = (archive and archive.reason) or why
-        end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
-        detail = f"Its end is not known: {why}{end}"
+        why = (archive.reason or why).removesuffix(".")
+        detail = f"Its end is not known: {why}."
         return self.as_seen(snapshot, JobState.LOST, Reason.CLUSTER_GONE, detail)
 
     def as_seen(
@@ -335,8 +337,8 @@ class RemoteJob:
         dashboard = self.cluster.find()
         return None if dashboard is None else JobsApi.of(dashboard)
 
-    def _archive(self) -> ClusterArchive | None:
-        return self.cluster.archive(self.record.session)
+    def _archive(self) -> ClusterArchive:
+        return self.cluster.archive(self.record.session) or ClusterArchive()
 
     # ------------------------------------------------------------------ what can be done
 
@@ -386,8 +388,8 @@ class RemoteJob:
         def step() -> tuple[JobStatus, Snapshot] | None:
             snapshot = Snapshot(is_fresh=True)
             status, row = self._look(snapshot)
-            is_live = row is not None and is_active(row)
-            is_held = row is not None and is_pending(row) and stops.have_settled
+            is_live = is_active(row or {})
+            is_held = is_pending(row or {}) and stops.have_settled
             if status.state.is_terminal and (is_held or not is_live):
                 return status, snapshot
             api = self.api()
@@ -451,22 +453,19 @@ class RemoteJob:
 
     def _driver_rows(self, status: JobStatus, kind: type[_Rows]) -> _Rows | None:
         """The last rows that its driver wrote, if they are of this type."""
-        found: Any = None
-        if self.kept.file(_ROWS).exists():
-            found = json.loads(self.kept.file(_ROWS).read_text(encoding="utf-8"))
-        elif status.node and status.reason not in (Reason.UNREACHABLE, Reason.CLUSTER_GONE):
+        found: Any = json.loads(self.kept.text(_ROWS) or "null")
+        is_away = status.reason in (Reason.UNREACHABLE, Reason.CLUSTER_GONE)
+        if not found and status.node and not is_away:
             with suppress(NemoRunRayError):  # a node may be known all the same
                 found = self.api().state.rows(status.node, self.ran_as(status))
         return found if fits(found, kind) else None
 
     def array_file(self, status: JobStatus, kind: str) -> list[str]:
         """The lines of a file of an array's driver, from its node or as it was kept."""
-        if self.kept.file(kind).exists():
-            return self.kept.file(kind).read_text(encoding="utf-8").splitlines()
+        if text := self.kept.text(kind):
+            return text.splitlines()
         api = self._api()
-        if api is None or not status.node:
-            return []
-        lines = api.state.array_file(status.node, self.id, kind)
+        lines = api.state.array_file(status.node, self.id, kind) if api and status.node else []
         # Ray has words of its own for a file that does not exist.
         return lines if lines and lines[0].startswith("[") else []
 
@@ -495,7 +494,7 @@ class RemoteJob:
             JobError: it is no array, or nothing is known of its elements.
         """
         status = self.status
-        return self._elements(status, self._selected(self._states(status), selection))
+        return self._elements(status, indices_of(selection, self._states(status), self.name))
 
     def _states(self, status: JobStatus) -> dict[int, tuple[str, int, int]]:
         """State, attempts and exit code of every element."""
@@ -504,9 +503,9 @@ class RemoteJob:
         rows = list(_json_rows(self.array_file(status, STATES_FILE), _STRETCH))
         is_over = status.state.is_terminal
         if not rows:
-            when, again = (", which has ended", "") if is_over else (" yet", " Look again later.")
             raise JobError(
-                f"Nothing is known of the elements of {self.name!r}{when}. {status.message}{again}"
+                f"Nothing is known of the elements of {self.name!r}, which is "
+                f"{status.state.value}. {status.message}"
             )
         shown = dict.fromkeys(("leased", *ACTIVE), "lost") if is_over else {"leased": "running"}
         return {
@@ -514,14 +513,6 @@ class RemoteJob:
             for first, last, state, attempts, code in rows
             for index in range(first, last + 1)
         }
-
-    def _selected(
-        self, states: Mapping[int, tuple[str, int, int]], selection: str
-    ) -> Sequence[int]:
-        """The indices of the elements, in their order; the selection as for ``select_elements``."""
-        if selection in ("", *STATES):
-            return [index for index, row in states.items() if selection in ("", row[0])]
-        return sorted(indices_of(str(selection), len(states), self.name))
 
     def _elements(self, status: JobStatus, indices: Sequence[int]) -> list[Element]:
         states, array = self._states(status), self.array_rows(status)
@@ -550,7 +541,7 @@ class RemoteJob:
             ClusterError: the cluster does not answer, or the array's driver does not.
             ConfigError, JobError: as for ``select_elements``; or the selected elements are over.
         """
-        if selection in ("", *(state for state in STATES if state not in ACTIVE)):
+        if selection in {"", *STATES} - {*ACTIVE}:
             raise ConfigError(
                 f"The elements to cancel are {selection!r}; expected is waiting, running, or "
                 "indices such as 3,7-9. To cancel the whole array, cancel the job."
@@ -559,7 +550,8 @@ class RemoteJob:
         def look() -> JobStatus:
             return self.look(Snapshot(is_fresh=True))
 
-        indices = self._selected(repeat(lambda: self._states(look()), PATIENCE_S), selection)
+        states = repeat(lambda: self._states(look()), PATIENCE_S)
+        indices = indices_of(selection, states, self.name)
         only_waiting = selection == "waiting"
 
         def have_ended() -> bool | None:
@@ -582,34 +574,32 @@ class RemoteJob:
             else:
                 ranges.append([index, index])
         request = json.dumps({"cancel": ranges, "only_waiting": only_waiting})
-        if len(request) > _REQUEST_MAX:
+        if len(request) > 2**16:  # Linux takes 128 KiB as one word of a command
             raise ConfigError(
                 f"The elements to cancel of {self.name!r} are {len(ranges):,} ranges, too many for "
                 "one request. Cancel them in several steps."
             )
         api, nonce = self.api(), secrets.token_hex(8)
-        package = package_archive()
-        upload(api, package)
         name = request_id(self.id, nonce)
+        upload(api, package_archive())
         body = {
             "submission_id": name,
             "entrypoint": entrypoint(None, [KIND, name, request]),
-            "runtime_env": {"py_modules": [package.uri]},
+            "runtime_env": {"py_modules": [package_archive().uri]},
             "metadata": {NONCE_KEY: nonce, "nemo_run_job": f"{KIND} of {self.name}"},
         }
         with suppress(Unanswered):  # the table says whether it has arrived
             api.post(body)
 
         def is_taken() -> bool | None:
-            row = api.job(name)
-            if row is not None and row["status"] in ("FAILED", "STOPPED"):
+            state = state_of_row(api.job(name) or {})
+            if state in (JobState.FAILED, JobState.CANCELLED):
                 raise ClusterError(
                     f"The driver of the array {self.name!r} has not taken the request to cancel "
                     f"elements. Look at the array's log, and at that of the job {name}, and try "
                     "again."
                 )
-            is_over = row is not None and row["status"] == "SUCCEEDED"
-            return is_over or look().state.is_terminal or None
+            return state is JobState.SUCCEEDED or look().state.is_terminal or None
 
         poll_until(is_taken, TAKEN_S + _BEGUN_S, what)
         poll_until(have_ended, self.record.grace_s + _END_MARGIN_S, what)
@@ -628,10 +618,10 @@ class RemoteJob:
         if self.kept.log.exists():
             # It was taken when the job was over, and its last processes may write a moment later:
             # it counts where the cluster has the attempt that it ends with no more.
-            row = None
+            row: JobRow | None = None
             with suppress(NemoRunRayError):
                 row = self.api().job(self.ran_as(self.look(Snapshot())))
-            if row is None or nonce_of(row) not in self.record.nonces:
+            if nonce_of(row or {}) not in self.record.nonces:
                 yield from self.saved_log()
                 return
         passed = 0
@@ -644,35 +634,28 @@ class RemoteJob:
             beginning = next(rest, "")
             if not beginning or (passed and beginning.startswith(CUT)):
                 raise
-            skip = passed
-            for text in chain([beginning], rest):
-                yield text[skip:]
-                skip = max(0, skip - len(text))
+            yield from beyond(passed, chain([beginning], rest))
             if passed and not self.record.terminal:
                 raise JobError(f"No more of its log is left. {self.status.message}") from error
 
     def output(self, follow: bool = False) -> Iterator[str]:
         """Its log without Ray's lines before the task's first one, and without the last line."""
-        marks = tuple(attempt_mark(nonce) for nonce in self.record.nonces)
-        return output_of(self.log(follow), self.end_marks, marks)
+        attempt_marks = tuple(map(attempt_mark, self.record.nonces))
+        return output_of(self.log(follow), self.end_marks, attempt_marks)
 
     def keep(self, status: JobStatus) -> None:
         """Keep when its attempts began, what the driver of a group or an array wrote, its log."""
-        known = self.record.attempts
-        attempts = self.with_begin_times(known)
-        if attempts != known:
-            rows = list(map(asdict, attempts.values()))
-            store_of(self.record.exp_dir).ledger.note(SEEN, self.id, attempts=rows)
-        if not self.kept.file(_ROWS).exists():
-            report = self.roles(status) or self.array_rows(status)
-            if report:
-                self.kept.keep(_ROWS, json.dumps(report))
-        if self.record.is_array and not self.kept.file(STATES_FILE).exists():
-            states = self.array_file(status, STATES_FILE)
-            if states:  # else it had no elements yet, or they cannot be read now
-                results = self.array_file(status, RESULTS_FILE)
-                self.kept.keep(RESULTS_FILE, "\n".join([*results, ""]))
-                self.kept.keep(STATES_FILE, "\n".join([*states, ""]))  # last: with it, all is kept
+        attempts = self.with_begin_times(self.record.attempts)
+        if attempts != self.record.attempts:
+            ledger = store_of(self.record.exp_dir).ledger
+            ledger.note(SEEN, self.id, attempts=list(attempts.values()))
+        report = self.roles(status) or self.array_rows(status)
+        if report:
+            self.kept.keep(_ROWS, json.dumps(report))
+        for kind in (RESULTS_FILE, STATES_FILE) if self.record.is_array else ():
+            lines = self.array_file(status, kind)
+            if lines:  # else it had no elements yet, or they cannot be read now
+                self.kept.keep(kind, "\n".join([*lines, ""]))
         if not self.misses_log:
             return
         deadline = monotonic() + COPY_S
@@ -692,7 +675,7 @@ class RemoteJob:
         """The logs of its attempts that a cluster which has died has left."""
         archive, logs = self._archive(), list[Path]()
         for number in count(1):
-            path = archive.log(attempt_id(self.id, number)) if archive else None
+            path = archive.log(attempt_id(self.id, number))
             if path:
                 logs.append(path)
             elif number > len(self.record.attempts):  # there may be more than anybody has seen
@@ -706,17 +689,16 @@ class RemoteJob:
 
     def with_begin_times(self, attempts: Attempts) -> Attempts:
         """The attempts; of those that ended and that nobody saw begin, by their end records."""
-        found = {**attempts}
+        found = dict(attempts)
         for name, attempt in attempts.items():
-            is_over = JobState(attempt.state).is_terminal
-            if not is_over or not attempt.node or attempt.running_at is not None:
+            if not attempt.state.is_terminal or not attempt.node or attempt.running_at is not None:
                 continue
             with suppress(NemoRunRayError):
                 api, lines = self._api(), list[str]()
                 if api is not None:
                     lines = api.state.last_lines(attempt.node, name, _LAST_LINES)
-                elif (archive := self._archive()) and (path := archive.log(name)):
-                    lines = "".join(text_of(path)).splitlines()[-_LAST_LINES:]
+                elif path := self._archive().log(name):
+                    lines = "".join(text_of(path)).splitlines()
                 end = record_in(lines, self.record.nonces)
                 if end is not None and end.began_at:
                     found[name] = replace(attempt, running_at=end.began_at)
@@ -725,7 +707,7 @@ class RemoteJob:
     @property
     def end_marks(self) -> tuple[str, ...]:
         """The possible beginnings of the last line of its log."""
-        return tuple(end_mark(nonce) for nonce in self.record.nonces)
+        return tuple(map(end_mark, self.record.nonces))
 
     def _attempt_logs(self, is_followed: bool) -> Iterator[Iterator[str]]:
         number = 0
@@ -744,10 +726,8 @@ class RemoteJob:
                     yield follow(partial(self._read, number), is_over, self.end_marks, time.sleep)
                 else:
                     yield self._read(number, at_once=True)
-            if status.state.is_terminal or not is_followed:
+            if status.state.is_terminal or not is_followed or self.never_starts(status):
                 break
-            if self.never_starts(status):
-                raise JobError(f"There is no log. {status.message}")
             time.sleep(_LOOK_AGAIN_S)
         if number == 0:
             raise JobError(f"There is no log: {status.message}")
@@ -781,27 +761,29 @@ class RemoteJob:
             raise JobError(f"There is no log any more. {status.message}")
         if status.state.is_terminal or status.attempt > number:
             return True
-        row = snapshot.rows(self.api()).get(attempt_id(self.id, number))
-        return row is not None and state_of_row(row).is_terminal
+        rows = snapshot.rows(self.api())
+        return state_of_row(rows.get(attempt_id(self.id, number), {})).is_terminal
 
 
-def indices_of(selection: str, count: int, name: str) -> set[int]:
-    """The indices that a text such as ``3,7-9`` selects of an array of ``count`` elements."""
+def indices_of(selection: str, states: Mapping[int, tuple[str, int, int]], name: str) -> list[int]:
+    """The indices, in their order, of the elements that ``select_elements`` selects."""
+    if selection in ("", *STATES):
+        return [index for index, row in states.items() if selection in ("", row[0])]
     indices: set[int] = set()
-    for part in selection.split(","):
+    for part in str(selection).split(","):
         first, dash, last = part.partition("-")
         try:
             chosen = range(int(first), int(last if dash else first) + 1)
         except ValueError:
             chosen = range(0)
-        if not chosen or chosen[-1] >= count:
+        if not chosen or chosen[-1] >= len(states):
             raise ConfigError(
                 f"{selection!r} selects no elements of the array {name!r}, which has the elements "
-                f"0 to {count - 1}; expected is one of {', '.join(STATES)}, or indices such as "
-                "3,7-9."
+                f"0 to {len(states) - 1}; expected is one of {', '.join(STATES)}, or indices such "
+                "as 3,7-9."
             )
         indices.update(chosen)
-    return indices
+    return sorted(indices)
 
 
 def values_of(folder: Path, wanted: set[int]) -> dict[int, Json]:
@@ -823,18 +805,10 @@ def not_ready(group: GroupRows) -> list[str]:
     ]
 
 
-def failure_lines(array: ArrayRows) -> list[str]:
-    """A line for each of the first elements that have failed."""
-    return [
-        f"  element {index}: {words or f'exit code {code}'}"
-        for index, code, words in array["failures"]
-    ]
-
-
 def _json_rows(lines: Iterable[str], shape: Any) -> Iterator[list[Any]]:
     """The lines that are JSON of this shape; the last one may be half written."""
     for line in lines:
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError):
             row = json.loads(line)
             if fits(row, shape):
                 yield row
@@ -848,8 +822,8 @@ def why_waiting(
         return None
     never = why_not(ask, room.nodes)
     if never:
-        text = f"It asks for {ask}; no node can ever take it: {never}."
-        return Reason.UNSCHEDULABLE, f"{text} Ray waits for such a node to join."
+        text = f"It asks for {ask}; no node can ever take it: {never}. Ray waits for such a node."
+        return Reason.UNSCHEDULABLE, text
     node = best(ask, room.nodes)
     if node is None or node.free is None or not scarce(ask, node):
         return None
@@ -864,8 +838,8 @@ def why_waiting(
         for name in scarce(ask, node):
             if holding.resources.get(name):
                 held[holding.submission_id or program][name] += holding.resources[name]
-    largest = sorted(held, key=lambda name: (-sum(held[name].values()), name))
     if held:
+        largest = sorted(held, key=lambda name: (-sum(held[name].values()), name))
         shown = [f"{name} ({amounts_text(held[name])})" for name in largest[:_HOLDERS_MAX]]
         more = f" and {len(held) - _HOLDERS_MAX} more" if len(held) > _HOLDERS_MAX else ""
         text = f"{text}; there it is held by {', '.join(shown)}{more}"
@@ -896,13 +870,15 @@ def record(
     ended: list[tuple[RemoteJob, JobStatus]] = []
     for job, status in seen:
         store = store_of(job.record.exp_dir)
-        if os.access(store.exp_dir, os.W_OK):
-            with store.recording:  # another thread that has seen the same end waits for the note
-                _note(store, job, status, snapshot, is_final)
-            # A client that does not wait looks again soon: one thread at a time is enough.
-            is_copying = copy_s == 0 and store.copying.locked()
-            if _has_ended(status) and status.attempt and not is_copying:
-                ended += [(job, status)] if job.id not in store.copied else []
+        if not os.access(store.exp_dir, os.W_OK):
+            continue
+        with store.recording:  # another thread that has seen the same end waits for the note
+            _note(store, job, status, snapshot, is_final)
+        # A client that does not wait looks again soon: one thread at a time is enough.
+        is_copying = copy_s == 0 and store.copying.locked()
+        has_ended = status.state.is_terminal and status.state is not JobState.LOST
+        if has_ended and status.attempt and job.id not in store.copied and not is_copying:
+            ended.append((job, status))
 
     def copy() -> None:
         for job, status in ended:
@@ -910,9 +886,8 @@ def record(
             with store.copying:  # another thread that has seen the same end waits for the copy
                 if job.id in store.copied:
                     continue
-                job.record = (
-                    store.ledger.job(job.id) or job.record
-                )  # another process may have tried
+                # Another process may have tried.
+                job.record = store.ledger.job(job.id) or job.record
                 try:
                     job.keep(status)
                 except (JobError, OSError) as error:
@@ -930,10 +905,6 @@ def record(
     return problems
 
 
-def _has_ended(status: JobStatus) -> bool:
-    return status.state.is_terminal and status.state is not JobState.LOST
-
-
 def _note(
     store: ExperimentStore, job: RemoteJob, status: JobStatus, snapshot: Snapshot, is_final: bool
 ) -> None:
@@ -943,32 +914,26 @@ def _note(
         return
     now, seen = time.time(), {**job.attempts_in(snapshot)}
     for name, attempt in seen.items():
-        if attempt.state != JobState.RUNNING.value:
+        if attempt.state is not JobState.RUNNING:
             store.waited_at[name] = now
-        elif now - max(attempt.posted_at, store.waited_at.get(name, 0.0)) <= _MOMENT_S:
+        # It was posted, or seen waiting, a moment ago, so it has begun now.
+        elif now - max(attempt.posted_at, store.waited_at.get(name, 0.0)) <= 10.0:
             seen[name] = replace(attempt, running_at=now)
     # One that Ray only holds back may start after all, and is stopped then. An id that another
     # submission has may be that of this job by `resume`, which is not read yet.
-    is_held_back = job.is_direct and any(
-        not JobState(attempt.state).is_terminal for attempt in seen.values()
-    )
-    has_ended = _has_ended(status) and (is_final or not is_held_back)
+    is_held_back = job.is_direct and not all(attempt.state.is_terminal for attempt in seen.values())
+    has_ended = status.state.is_terminal and (is_final or not is_held_back)
     attempts = merged(current.attempts, seen)
-    if not has_ended or status.reason is Reason.TAKEN:
+    rows = list(attempts.values())
+    if not has_ended or status.state is JobState.LOST or status.reason is Reason.TAKEN:
         if attempts != current.attempts:
-            store.ledger.note(SEEN, job.id, attempts=list(map(asdict, attempts.values())))
+            store.ledger.note(SEEN, job.id, attempts=rows)
         return
-    for name, attempt in attempts.items():
-        if not JobState(attempt.state).is_terminal:  # Ray would stop it at its start
-            attempts[name] = replace(
-                attempt,
-                state=status.state.value,
-                reason=status.reason.value,
-                detail=status.detail,
-                ended_at=now,
-            )
-    rows = list(map(asdict, attempts.values()))
-    store.ledger.note(TERMINAL, job.id, status=asdict(status), attempts=rows)
+    end: Json = {"state": status.state, "reason": status.reason.value}
+    end |= {"detail": status.detail, "ended_at": now}
+    # One that has not started, Ray would stop at its start.
+    rows = [row if row.state.is_terminal else replace(row, **end) for row in rows]
+    store.ledger.note(TERMINAL, job.id, status=status, attempts=rows)
 
 
 def find(name: str) -> list[RemoteJob]:
@@ -1007,11 +972,8 @@ def jobs_of(exp_dir: Path) -> list[RemoteJob]:
 
 # ---------------------------------------------------------------- the end of several jobs
 
-#: Jobs that are cancelled at the same time: each that waits for room takes some seconds.
-_AT_A_TIME = 8
-#: Seconds until the cluster is stopped under what has not ended, longer than most grace periods,
-#: and between two looks.
-_END_LIMIT_S, _STEP_S = 60.0, 0.2
+#: Seconds until the cluster is stopped under what has not ended, longer than most grace periods.
+_END_LIMIT_S = 60.0
 
 
 def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
@@ -1029,7 +991,7 @@ def cancel_all(jobs: Sequence[RemoteJob]) -> Iterator[str]:
             with suppress(NemoRunRayError):
                 spec, api = dispatch.spec, given[0].api()
                 repeat(partial(claim, api, spec.cancel_id, spec.nonce), PATIENCE_S)
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(8) as pool:  # each job that waits for room takes some seconds
         ends = [pool.submit(cancel_one, job) for job in jobs]
         try:
             for end in ends:
@@ -1087,24 +1049,24 @@ def end_all(api: JobsApi) -> list[str]:
                 stops.ask(api, name)
         if not running or monotonic() > deadline:
             return running
-        time.sleep(_STEP_S)
+        time.sleep(0.2)
 
 
-def note_ends(api: JobsApi, is_forced: bool) -> Iterator[str]:
+def note_ends(api: JobsApi, is_forced: bool) -> list[str]:
     """Write down how the jobs of this NeMo-Run home ended, and keep their logs.
 
     Args:
         api: the dashboard of the cluster that is about to be stopped.
         is_forced: its jobs were stopped; those that have not ended are noted as cancelled.
 
-    Yields:
+    Returns:
         A sentence for each thing that could not be kept.
     """
     rows = api.table(fresh=True, patience_s=PATIENCE_S)
     problems: list[str] = []
     snapshot, seen = Snapshot(), []
-    ledgers = [store_of(exp_dir).ledger for exp_dir in experiments()]
-    for one in chain.from_iterable(ledger.jobs().values() for ledger in ledgers):
+    ledgers = (store_of(exp_dir).ledger.jobs() for exp_dir in experiments())
+    for one in chain.from_iterable(map(dict.values, ledgers)):
         if one.is_dispatcher or rows.keys().isdisjoint((one.submission_id, one.dispatcher)):
             continue
         try:
@@ -1117,5 +1079,4 @@ def note_ends(api: JobsApi, is_forced: bool) -> Iterator[str]:
             detail = "cancelled when its cluster was stopped"
             status = job.as_seen(snapshot, JobState.CANCELLED, Reason.CANCELLED, detail)
         seen.append((job, status))
-    problems += record(seen, snapshot, is_final=True)
-    yield from problems
+    return problems + record(seen, snapshot, is_final=True)

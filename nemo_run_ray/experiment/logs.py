@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 #: A longer line is passed on in pieces of this many characters.
 LINE_MAX_CHARS = 1024**2
+#: Characters that hold the longest line of an end record.
+_ENDING_CHARS = 2**14
 _BARREN_ROUNDS = 3
 #: Attempts to read the log of a job that is over, without progress, before that is an error.
 _ROUNDS_AFTER_END = 6
 _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-#: A job whose first process was killed is over for Ray before its other processes have said why.
-_LAST_WORDS_S = 1.0
 #: Ray's line after which a log has only lines of the command and of this package begins so.
 #: Ray writes it into a buffer, which may be flushed when the command has printed something already.
 _ENTRYPOINT = "Running entrypoint for job "
@@ -61,7 +61,7 @@ def follow(
             credentials. An outage while the job continues is waited for.
         JobError: there is no such log.
     """
-    place, line = 0, ""  # characters that were passed on, and the beginning of the last line
+    place, ending = 0, ""  # characters that were passed on, and the last ones
     over = has_waited = is_complete = False
     barren = failures = 0
     while True:
@@ -73,16 +73,14 @@ def follow(
             at_once = (over and failures % 2 == 0) or barren >= _BARREN_ROUNDS
             # The WebSocket may stop early: then the job's last lines come the other way.
             for whole in (False, True) if over and not at_once else (at_once,):
-                skip = place
-                for text in read(whole) if not is_complete else ():
-                    fresh, skip = text[skip:], max(0, skip - len(text))
-                    if fresh:
-                        place += len(fresh)
-                        line = _last_line(line + fresh)
-                        yield fresh
-                        is_complete = line.startswith(end_marks) and line.endswith("\n")
-                        if is_complete:
-                            break  # the server would keep the stream open for seconds more
+                for fresh in beyond(place, read(whole)) if not is_complete else ():
+                    place += len(fresh)
+                    ending = (ending + fresh)[-_ENDING_CHARS:]
+                    yield fresh
+                    last_line = ending.removesuffix("\n").rpartition("\n")[2]
+                    is_complete = last_line.startswith(end_marks) and ending.endswith("\n")
+                    if is_complete:
+                        break  # the server would keep the stream open for seconds more
             if over and (is_complete or has_waited):
                 return
             failures, has_waited = 0, over
@@ -93,7 +91,16 @@ def follow(
             if failures == _BARREN_ROUNDS and not over:
                 log.warning("The log continues when the cluster answers again: %s", error)
         barren = 0 if place > before or barren >= _BARREN_ROUNDS else barren + 1
-        sleep(_LAST_WORDS_S if has_waited else _PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
+        # A job whose first process was killed is over for Ray before the others have said why.
+        sleep(1.0 if has_waited else _PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
+
+
+def beyond(place: int, texts: Iterable[str]) -> Iterator[str]:
+    """The text behind its first ``place`` characters."""
+    for text in texts:
+        if text[place:]:
+            yield text[place:]
+        place = max(0, place - len(text))
 
 
 def attempt_mark(nonce: str) -> str:
@@ -129,7 +136,7 @@ def output_of(
             if line.startswith(end_marks):
                 continue
             if line.startswith(attempt_marks):
-                yield from _never_started(head or ())  # the last attempt
+                yield from head or ()  # of an attempt that never started
                 yield f"{PREFIX}attempt {line.rpartition(' ')[2]}"
                 head = []
             elif head is None:
@@ -139,47 +146,39 @@ def output_of(
                 head, early = None, line.partition(_ENTRYPOINT)[0]
                 if early:  # of a line that continues behind Ray's
                     yield early
-            else:
+            elif _SETTING_UP not in line:
                 head.append(line)
                 if len(head) > _HEAD_MAX_LINES:
                     yield from head
                     head = None
     except Exception as caught:
         error = caught
-    yield from _never_started(head or ())
+    yield from head or ()
     if error is not None:
         raise error
 
 
-def _never_started(head: Iterable[str]) -> Iterator[str]:
-    """The log of an attempt that never started."""
-    return (line for line in head if _SETTING_UP not in line)
-
-
 def lines(
-    texts: Iterable[str], ends: str = "\n", at_once: Callable[[str], bool] | None = None
+    texts: Iterable[str], ends: str = "\n", at_once: Callable[[str], bool] = lambda _: False
 ) -> Iterator[str]:
     """Complete lines with their ends; a very long one in pieces, the last one as it is."""
     # str.splitlines also cuts at form feeds and the like, which are no line's end in a log.
     end = re.compile(f"(?<=[{ends}])")
-    parts: list[str] = []
-    size = 0
+    line = ""
     try:
         for text in texts:
             for piece in end.split(text):
-                parts.append(piece)
-                size += len(piece)
-                if piece.endswith(tuple(ends)) or size >= LINE_MAX_CHARS:
-                    line, parts, size = "".join(parts), [], 0
+                line += piece
+                if piece.endswith(tuple(ends)) or len(line) >= LINE_MAX_CHARS:
                     yield from _pieces(line)
-            begun = "".join(parts) if at_once else ""
-            if at_once and begun and at_once(begun):
-                parts, size = [], 0
-                yield from _pieces(begun)
+                    line = ""
+            if line and at_once(line):
+                yield from _pieces(line)
+                line = ""
     except Exception:
-        yield from _pieces("".join(parts))
+        yield from _pieces(line)
         raise
-    yield from _pieces("".join(parts))
+    yield from _pieces(line)
 
 
 def _pieces(line: str) -> Iterator[str]:
@@ -199,9 +198,8 @@ def last_lines(
         if not is_followed:
             raise
     yield from end
-    for text in read(True) if is_followed else ():
-        yield text[passed:]
-        passed = max(0, passed - len(text))
+    if is_followed:
+        yield from beyond(passed, read(True))
 
 
 def only(who: str, pieces: Iterable[str]) -> Iterator[str]:
@@ -215,10 +213,3 @@ def only(who: str, pieces: Iterable[str]) -> Iterator[str]:
         whole = piece.endswith("\n")
         if wanted:
             yield piece
-
-
-def _last_line(text: str) -> str:
-    """The beginning of the last line of a text."""
-    end = len(text) - text.endswith("\n")
-    begin = text.rfind("\n", 0, end) + 1
-    return text[begin:end][:200] + text[end:]

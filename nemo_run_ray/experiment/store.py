@@ -12,9 +12,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from nemo_run_ray.ids import ID_MAX, LEDGER, safe_id
 from nemo_run_ray.remote.end_record import CUT
 from nemo_run_ray.remote.files import replacing, why_untrusted, write_file
 from nemo_run_ray.remote.spec import Json, read
-from nemo_run_ray.remote.status import Attempt, JobState, JobStatus, Reason
+from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ INTENT, SUBMITTED, UNSETTLED = "intent", "submitted", "unsettled"
 TERMINAL, SEEN, UNKEPT = "terminal", "seen", "unkept"
 #: Kind, submission id and values.
 Event = tuple[str, str, Json]
+#: Folder of NeMo-Run's home that names experiments elsewhere.
+_POINTERS = "ray_experiments"
 #: Digits of seconds since the epoch, until the year 2286.
 _DIGITS_OF_SECONDS = 10
 _CHECKED = ConfigDict(allow_inf_nan=False)
@@ -47,8 +49,8 @@ class AttemptRecord:
     """One attempt as it was last seen. Times are seconds since the epoch, if somebody saw them."""
 
     submission_id: str
-    #: Values of a ``JobState`` and of a ``Reason``, and why, in a sentence.
-    state: str
+    state: JobState
+    #: The value of a ``Reason``, and why, in a sentence.
     reason: str = ""
     detail: str = ""
     #: Hexadecimal id of the node of its driver; empty when it had none.
@@ -57,17 +59,6 @@ class AttemptRecord:
     running_at: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None
-
-    def __post_init__(self) -> None:
-        JobState(self.state)
-
-    @classmethod
-    def of(cls, submission_id: str, row: Attempt) -> AttemptRecord:
-        """The record of a row of the job table, which does not say when it began to run."""
-        status = row.status
-        about = status.state.value, status.reason.value, status.detail, status.node
-        ended_at = row.ended_at or None
-        return cls(submission_id, *about, row.posted_at, None, ended_at, row.exit_code)
 
 
 #: The attempts of one job by submission id, the first one first.
@@ -147,17 +138,11 @@ class Ledger:
         self._offset = 0
         self._records: dict[str, JobRecord] = {}
 
-    def write(self, event: str, submission_id: str, **values: Any) -> None:
-        """Append one event; on return it is on the disk."""
-        self.write_all([(event, submission_id, values)])
-
     def write_all(self, events: Sequence[Event]) -> None:
-        """Append several events: kind, submission id and values of each."""
+        """Append events: kind, submission id and values of each; on return they are on the disk."""
         at = round(time.time(), 3)
-        lines = "".join(
-            json.dumps({"at": at, "event": event, "id": name, **values}, sort_keys=True) + "\n"
-            for event, name, values in events
-        )
+        rows = ({"at": at, "event": event, "id": name, **values} for event, name, values in events)
+        lines = "".join(json.dumps(row, default=asdict, sort_keys=True) + "\n" for row in rows)
         with (
             writable(self.path),
             FileLock(f"{self.path}.lock"),
@@ -172,7 +157,7 @@ class Ledger:
     def note(self, event: str, submission_id: str, **values: Any) -> None:
         """Append an event that the job does not depend on, if it can be written."""
         try:
-            self.write(event, submission_id, **values)
+            self.write_all([(event, submission_id, values)])
         except SubmissionError as error:
             log.warning(
                 "%s cannot be written: %s. The job %s is not affected; that it is %s is not kept.",
@@ -195,48 +180,43 @@ class Ledger:
 
     def _read(self) -> None:
         """Take into account what was added to the file. The lock is held."""
-        size = self.path.stat().st_size if self.path.exists() else 0
-        if size < self._offset:
-            self._offset, self._records = 0, {}
-        if not self._offset and size:
+        if not self.path.exists():
+            return
+        if not self._offset:
             why = why_untrusted(str(self.path))
             if why:  # addresses of other users would get this user's variables and token
                 raise JobError(f"The jobs of {self.exp_dir} are not looked at. {why}")
-        if size == self._offset:
-            return
         with open(self.path, "rb") as file:
             file.seek(self._offset)
-            for line in file.readlines():
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # perhaps it is being written
                 try:
-                    if line.strip():
-                        self._add(json.loads(line))
-                except (KeyError, TypeError, ValueError, RecursionError):
-                    if not line.endswith(b"\n"):
-                        return  # perhaps it is being written
+                    self._add(json.loads(line))
+                except (KeyError, TypeError, ValueError):
                     log.warning("A line of %s is no record: %r", self.path, line[:80])
                 self._offset += len(line)
 
     def _add(self, event: Any) -> None:
         """Take the next event into account."""
-        name, kind, at = event["id"], event["event"], float(event.get("at") or 0.0)
+        name, kind = event["id"], event["event"]
         if kind == INTENT:
             before = self._records.get(name)
             own = {
                 "submission_id": name,
                 "exp_dir": self.exp_dir,
-                "intended_at": at,
+                "intended_at": event["at"],
                 "nonces": [*(before.nonces if before else ()), event["nonce"]],
                 "attempts": before.attempts if before else {},
             }
-            self._records[name] = JobRecord(**{**event, **own})
+            self._records[name] = JobRecord(**event | own)
             return
         record = self._records[name]
         if kind in (TERMINAL, SEEN):
             # Several processes look, and each knows what it has seen.
-            seen = [AttemptRecord(**values) for values in event.get("attempts") or ()]
-            attempts = merged(record.attempts, {one.submission_id: one for one in seen})
+            seen = {row["submission_id"]: AttemptRecord(**row) for row in event.get("attempts", ())}
             ended = read(JobStatus, event["status"]) if kind == TERMINAL else record.terminal
-            record = replace(record, terminal=ended, attempts=attempts)
+            record = replace(record, terminal=ended, attempts=merged(record.attempts, seen))
         elif kind == UNKEPT:
             record = replace(record, is_log_given_up=True)
         elif kind in (SUBMITTED, UNSETTLED):
@@ -250,8 +230,8 @@ class Kept:
     def __init__(self, exp_dir: Path, submission_id: str, copy: str = "") -> None:
         # Whatever a ledger says, the name's end is this one: no other file is replaced.
         self._copy = Path(f"{copy}_{submission_id}_srun.log") if copy else None
-        self._id = submission_id
-        self.log = exp_dir / "ray_logs" / f"{submission_id}.log"
+        self._beginning = exp_dir / "ray_logs" / submission_id
+        self.log = Path(f"{self._beginning}.log")
 
     def keep_log(self, texts: Iterable[str], most_bytes: int | None = None) -> None:
         """Write the log, and a second one where that belongs on this machine.
@@ -270,13 +250,15 @@ class Kept:
             except OSError as error:
                 log.warning("The log is not written to %s too: %s", self._copy, error)
 
-    def file(self, kind: str) -> Path:
-        """A file that was kept of its driver."""
-        return self.log.with_name(f"{self._id}.{kind}")
+    def text(self, kind: str) -> str:
+        """The text of a file of its driver; empty if it was not kept."""
+        path = Path(f"{self._beginning}.{kind}")
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def keep(self, kind: str, text: str) -> None:
+        """Keep a file of its driver."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self.file(kind), text)
+        write_file(f"{self._beginning}.{kind}", text)
 
 
 def _end_of(pieces: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
@@ -319,22 +301,19 @@ class ExperimentStore:
 
 
 _stores: dict[str, ExperimentStore] = {}
-_stores_lock = threading.Lock()
 
 
 def store_of(exp_dir: Path) -> ExperimentStore:
     """The process's one store of an experiment."""
-    key = os.path.abspath(exp_dir)
-    with _stores_lock:
-        return _stores.setdefault(key, ExperimentStore(exp_dir))
+    return _stores.setdefault(os.path.abspath(exp_dir), ExperimentStore(exp_dir))
 
 
 def find_experiment(name: str, but: Path | None = None) -> Path | None:
     """The folder of an experiment's id, or of the newest one of a title; ``None`` without any."""
     folders = _folders()
-    by_id = [folder for folder in folders if folder.name == name]
     of_title = [folder for folder in folders if folder.parent.name == name and folder != but]
-    return by_id[0] if by_id else max(of_title, key=_began_at, default=None)
+    newest = max(of_title, key=_began_at, default=None)
+    return next((folder for folder in folders if folder.name == name), newest)
 
 
 def _began_at(exp_dir: Path) -> float:
@@ -348,7 +327,7 @@ def _began_at(exp_dir: Path) -> float:
     return exp_dir.stat().st_ctime
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """A question that names the one most like it, with a space before it; empty without any."""
     near = nearest(name, known) or nearest(name.rpartition("_")[0], known)
     return f" Did you mean {near!r}?" if near else ""
@@ -361,27 +340,28 @@ def titles() -> set[str]:
 
 def experiments() -> list[Path]:
     """The folders of all experiments of this user that submitted jobs, the newest first."""
-    folders = (folder for folder in _folders() if (folder / LEDGER).exists())
-    trusted = (folder for folder in folders if not why_untrusted(str(folder / LEDGER)))
-    return sorted(trusted, key=_began_at, reverse=True)
+    folders = (
+        folder
+        for folder in _folders()
+        if (folder / LEDGER).exists() and not why_untrusted(str(folder / LEDGER))
+    )
+    return sorted(folders, key=_began_at, reverse=True)
 
 
 def remember(exp_dir: Path) -> None:
     """Let an experiment be found that is not in its usual place in NeMo-Run's home."""
-    if exp_dir.parent.parent != Path(get_nemorun_home()) / "experiments":
-        pointer = _pointers() / safe_id(exp_dir.name)[:ID_MAX]
+    home = Path(get_nemorun_home())
+    if exp_dir.parent.parent != home / "experiments":
+        pointer = home / _POINTERS / safe_id(exp_dir.name)[:ID_MAX]
         pointer.parent.mkdir(parents=True, exist_ok=True)
         write_file(pointer, str(exp_dir.absolute()))
 
 
-def _pointers() -> Path:
-    return Path(get_nemorun_home()) / "ray_experiments"
-
-
 def _folders() -> list[Path]:
     """The folders of all experiments in NeMo-Run's home, and of those that it points to."""
-    folders = list((Path(get_nemorun_home()) / "experiments").glob("*/*"))
-    for pointer in _pointers().glob("*"):
+    home = Path(get_nemorun_home())
+    folders = list(home.glob("experiments/*/*"))
+    for pointer in home.glob(f"{_POINTERS}/*"):
         with suppress(FileNotFoundError):  # it is being written, and has another name
             folders.append(Path(pointer.read_text(encoding="utf-8")))
     return [folder for folder in folders if folder.is_absolute() and folder.is_dir()]

@@ -25,7 +25,6 @@ from nemo_run_ray.errors import (
     SubmissionError,
     as_markup,
 )
-from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment.archives import (
     Archive,
     code_archive,
@@ -73,32 +72,27 @@ class Batch:
 
     exp_dir: Path
     cluster: Cluster
-    #: All jobs by name, those that are not submitted yet among them.
+    #: All jobs by submission id, those that are not submitted yet among them.
     plans: dict[str, JobPlan] = field(default_factory=dict)
-    #: By the job's name, with the job's place in the experiment, from 0.
-    executors: dict[str, tuple[RayExecutor, int]] = field(default_factory=dict)
     dispatcher_id: str = ""
     #: The jobs' order is kept on the cluster, by that dispatcher. Otherwise NeMo-Run keeps it, and
     #: each job is submitted by itself.
     is_ordered: bool = True
-    #: Of the jobs, by their submission ids.
-    names: dict[str, str] = field(default_factory=dict)
     #: Called before anything is sent, and raises to forbid it.
     before_post: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _dispatched: dict[str, NemoRunRayError | None] = field(default_factory=dict)
     _code: dict[str, Archive] = field(default_factory=dict)
-    _jobs: tuple[tuple[str, ...], Archive] | None = None
+    #: By the number of jobs, of which there are never fewer.
+    _jobs: dict[int, Archive] = field(default_factory=dict)
 
-    def add(self, planned: JobPlan, executor: RayExecutor, place: int) -> None:
-        """Take a job, or another plan of it."""
-        name = self.names[planned.submission_id] = planned.job
-        self.plans[name], self.executors[name] = planned, (executor, place)
+    def add(self, planned: JobPlan, is_dry: bool) -> None:
+        """Take a job, or another plan of it; refuse one that could not be submitted.
 
-    def check(self, planned: JobPlan, is_dry: bool) -> None:
-        """Refuse a job that could not be submitted; of a dry run what is packed is not kept."""
+        Of a dry run what is packed is not kept.
+        """
         secrets_archive(planned.spec.secrets, "", planned.secret_places)
-        if planned.job == next(iter(self.plans), planned.job):
+        if planned.submission_id == next(iter(self.plans), planned.submission_id):
             # The files may have changed since the last dry run, which kept none.
             self._code = {}
         code = {role: self._code_archive(own, is_dry) for role, own in planned.packagers.items()}
@@ -106,15 +100,13 @@ class Batch:
             problem = script_problem(task, code.get(role))
             if problem:
                 raise ConfigError(f"The job {planned.job!r} cannot run: {problem}")
+        self.plans[planned.submission_id] = planned
 
     def _code_archive(self, packager: Packager, is_dry: bool = False) -> Archive:
         # Not its repr, which a class that is no dataclass has from its base.
-        values = (
-            type(packager).__module__,
-            type(packager).__qualname__,
-            sorted(vars(packager).items()),
-        )
-        name = hashlib.sha256(repr(values).encode()).hexdigest()[:12]
+        kind, values = type(packager), sorted(vars(packager).items())
+        content = repr((kind.__module__, kind.__qualname__, values))
+        name = hashlib.sha256(content.encode()).hexdigest()[:12]
         if name not in self._code:
             # Another cluster's batch writes the same file.
             with store_of(self.exp_dir).packing, tempfile.TemporaryDirectory() as temporary:
@@ -122,9 +114,8 @@ class Batch:
                 self._code[name] = code_archive(packager, folder, f"ray_code_{name}")
         return self._code[name]
 
-    def submit(self, name: str) -> str:
-        """Submit a job, with the first one of a dispatch all of it; its submission id."""
-        planned = self.plans[name]
+    def submit(self, planned: JobPlan) -> None:
+        """Submit a job, with the first one of a dispatch all of it."""
         together = list(self.plans.values()) if self.is_ordered else [planned]
         if any(plan.needs_dispatcher for plan in together) or len(together) > DIRECT_MAX:
             name = self.dispatcher_id if self.is_ordered else dispatcher_id(planned.submission_id)
@@ -140,7 +131,6 @@ class Batch:
                 raise error_of_first
         else:
             self._submit_alone(planned)
-        return planned.submission_id
 
     def _submit_alone(self, planned: JobPlan) -> None:
         nonce, key = secrets.token_hex(8), secrets.token_hex(16)
@@ -151,10 +141,10 @@ class Batch:
             shared = self._shared()
             code, body = self._request(planned, [*shared, hidden], nonce)
             for archive in (*code, *shared):
-                upload(self._api, archive)
-        self._api.put_package(hidden.name, hidden.pack())
+                upload(self.api, archive)
+        self.api.put_package(hidden.name, hidden.pack())
         body["metadata"][LOCK_KEY] = lock_of(proof_of(key, 0))
-        submit_once(self.exp_dir, self._intent(planned, nonce), self._api, body)
+        submit_once(self.exp_dir, self._intent(planned, nonce), self.api, body)
 
     def _dispatch(self, name: str, jobs: Sequence[JobPlan]) -> None:
         """Write the plan of a dispatch down and start its dispatcher."""
@@ -166,26 +156,27 @@ class Batch:
         for planned in jobs:  # NeMo-Run adds a job after those that it depends on
             nonce = secrets.token_hex(8)
             code, body = self._request(planned, shared, nonce)
-            uploads.update({archive.uri: archive for archive in code})
-            outside = [outside_spec(it, self._api, self._session) for it in planned.outside]
+            uploads |= {archive.uri: archive for archive in code}
+            outside = [outside_spec(handle, self.api, self._session) for handle in planned.outside]
             dispatched.append(planned.dispatched(body, outside, name))
             intents.append(self._intent(planned, nonce, name))
-        limits = filter(None, (plan.executor.max_in_flight for plan in jobs))
         spec = DispatchSpec(
             id=name,
             nonce=secrets.token_hex(8),
             jobs=tuple(dispatched),
             session=self._session,
-            dashboards=(self._api.dashboard.url,),
-            max_in_flight=min(limits, default=None),
+            dashboards=(self.api.dashboard.url,),
+            max_in_flight=min(
+                filter(None, (plan.executor.max_in_flight for plan in jobs)), default=None
+            ),
         )
-        pythons = dict.fromkeys([self.cluster.python, *(plan.spec.python for plan in jobs)])
+        pythons = filter(None, [self.cluster.python, *(plan.spec.python for plan in jobs)])
         dispatch = Dispatch.of(self.exp_dir, name)
         with writable(dispatch.folder):
-            dispatch.save(spec, uploads.values(), [python for python in pythons if python], places)
+            dispatch.save(spec, uploads.values(), list(dict.fromkeys(pythons)), places)
         self.before_post()
         store_of(self.exp_dir).ledger.write_all(intents)
-        start_dispatcher(dispatch, self._api, self.cluster.record())
+        start_dispatcher(dispatch, self.api, self.cluster.record())
 
     def _request(
         self, planned: JobPlan, archives: Sequence[Archive], nonce: str
@@ -196,34 +187,30 @@ class Batch:
         return [*code.values()], planned.body(uris, [archive.uri for archive in archives], nonce)
 
     def _intent(self, planned: JobPlan, nonce: str, dispatcher: str = "") -> Event:
-        executor, place = self.executors[planned.job]
-        values: dict[str, object] = {
+        values: Json = {
             "job": planned.job,
             "cluster": self.cluster.record(),
             "session": self._session,
             "nonce": nonce,
             "has_roles": isinstance(planned.spec, GroupSpec),
             "is_array": isinstance(planned.spec, ArraySpec),
-            "place": place,
+            "place": planned.place,
             "grace_s": planned.spec.grace_s,
-            "keep_logs_max_bytes": executor.resolved().keep_logs_max_bytes,
-            "log_copy": executor.log_copy or "",
+            "keep_logs_max_bytes": planned.executor.keep_logs_max_bytes,
+            "log_copy": planned.executor.log_copy,
             "dispatcher": dispatcher,
-            "reservation": dict(planned.reservation),
+            "reservation": planned.reservation,
         }
         return INTENT, planned.submission_id, values
 
-    def page(self, name: str) -> str:
-        """The page of a job in Ray's dashboard."""
-        return self._api.dashboard.job_page(self.plans[name].submission_id)
-
     @cached_property
-    def _api(self) -> JobsApi:
+    def api(self) -> JobsApi:
+        """The dashboard of its cluster, which is brought up if it has to be."""
         return JobsApi.of(self.cluster.connect())
 
     @cached_property
     def _version(self) -> dict[str, str]:
-        return self._api.version()
+        return self.api.version()
 
     @property
     def _session(self) -> str:
@@ -235,16 +222,19 @@ class Batch:
             planned.check_version(self._version["ray_version"])
         if self._misfits:
             raise DoesNotFit(
-                f"The cluster {self._api.dashboard.url} does not fit, so nothing was sent to "
+                f"The cluster {self.api.dashboard.url} does not fit, so nothing was sent to "
                 f"it:\n{self._misfits}"
             )
 
     @cached_property
     def _misfits(self) -> str:
         """The message about a cluster that cannot run the jobs, if a preflight is asked for."""
-        resolved = [executor.resolved() for executor, _ in self.executors.values()]
-        resolved = [role for one in resolved for role in one.resource_group or [one]]
-        if not any(executor.preflight for executor in resolved):
+        executors = [
+            role
+            for plan in self.plans.values()
+            for role in plan.executor.resource_group or [plan.executor]
+        ]
+        if not any(executor.preflight for executor in executors):
             return ""
         # Imported when they are needed, for their libraries.
         from nemo_run_ray.cluster_files.check import CheckState, check
@@ -252,8 +242,8 @@ class Batch:
 
         asks = {k: v for plan in self.plans.values() for k, v in requests_of(plan).items()}
         lines: dict[str, CheckState] = {}
-        for name in dict.fromkeys(executor.resolved_from for executor in resolved):
-            for row in check(inspect(self._api.dashboard), load(name) if name else None, asks):
+        for name in dict.fromkeys(executor.resolved_from for executor in executors):
+            for row in check(inspect(self.api.dashboard), load(name) if name else None, asks):
                 lines[f"{row.check}: {row.message} {row.next_step}".rstrip()] = row.state
         for line, state in lines.items():
             if state in (CheckState.WARNING, CheckState.UNKNOWN):
@@ -262,12 +252,10 @@ class Batch:
 
     def _shared(self) -> list[Archive]:
         """The archives of every job; this package is first, as the driver of a group expects it."""
-        names = tuple(sorted(self.plans))
-        if self._jobs is None or self._jobs[0] != names:
-            folders = {name: Path(self.executors[name][0].job_dir) for name in names}
-            plans = list(self.plans.values())
-            self._jobs = names, job_archive(plans, folders, self.exp_dir / "__main__.py")
-        return [package_archive(), self._jobs[1]]
+        plans = list(self.plans.values())
+        if len(plans) not in self._jobs:
+            self._jobs[len(plans)] = job_archive(plans, self.exp_dir / "__main__.py")
+        return [package_archive(), self._jobs[len(plans)]]
 
 
 def requests_of(plan: JobPlan) -> dict[str, ResourceRequest]:

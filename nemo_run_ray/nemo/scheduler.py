@@ -114,7 +114,7 @@ class Request:
             uploads.append(
                 f"secrets {', '.join(self.plan.spec.secrets)}, in an archive of their own"
             )
-        file = self.batch.executors[self.plan.job][0].resolved().resolved_from
+        file = self.plan.executor.resolved_from
         named = f", by the cluster file {file}" if file else ""
         return describe(self.plan, f"{self.batch.cluster!r}{named}", uploads)
 
@@ -147,7 +147,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
         batch = self._batch(cfg)
         # Read anew with the first job, and with a new one: there may be thousands.
-        is_first = not batch.plans or planned.job == next(iter(batch.plans))
+        is_first = planned.submission_id == next(iter(batch.plans), planned.submission_id)
         if self._experiment is not None and (is_first or planned.job not in self._order):
             self._is_ordered = registry.is_ordered_by_us(self._experiment)
             self._order = {
@@ -161,25 +161,25 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 ", but the experiment has dependencies and jobs elsewhere too, so NeMo-Run hands "
                 "its jobs over one by one; leave it out, or put all jobs on one Ray cluster."
             )
-        before = batch.plans.get(planned.job)
+        before = batch.plans.get(planned.submission_id)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
         named = handles_of(planned.outside, batch.exp_dir, registry.job_names)
         outside = tuple(
             handle
             for handle in dict.fromkeys([*(before.outside if before else ()), *named])
-            if handle.rpartition("/")[2] not in batch.names
+            if handle.rpartition("/")[2] not in batch.plans
         )
         place, after = self._order.get(planned.job, (0, ()))
-        planned = replace(planned, after=after if batch.is_ordered else (), outside=outside)
+        after = after if batch.is_ordered else ()
+        planned = replace(planned, after=after, outside=outside, place=place)
         submission_id = planned.submission_id
         is_dispatcher = submission_id == batch.dispatcher_id
-        if is_dispatcher or batch.names.get(submission_id, planned.job) != planned.job:
+        if is_dispatcher or batch.plans.get(submission_id, planned).job != planned.job:
             raise ConfigError(
                 f"The job {planned.job!r} would get the id {submission_id} on the cluster, which "
                 "another job of the experiment or its dispatcher has; give it another name."
             )
-        batch.check(planned, is_dry=not is_running)
-        batch.add(planned, cfg, place)
+        batch.add(planned, is_dry=not is_running)
         return AppDryRunInfo(Request(planned, batch), str)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Request]) -> str:
@@ -196,7 +196,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                 remember(registry.experiment_dir(self._experiment))
                 registry.save_handles(self._experiment, ids)
                 self._is_announced = True
-        submission_id: str = batch.submit(request.plan.job)
+        submission_id: str = request.plan.submission_id
+        batch.submit(request.plan)
         try:
             if registry.is_detached(self._experiment):
                 batch.cluster.detach()
@@ -209,7 +210,9 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                     f"nemo-run-ray status {shlex.quote(exp_dir.name)}",
                 )
             else:
-                CONSOLE.log(as_markup(f"{name} on Ray: {batch.page(name)}"))
+                CONSOLE.log(
+                    as_markup(f"{name} on Ray: {batch.api.dashboard.job_page(submission_id)}")
+                )
         except NemoRunRayError as error:  # the job runs: its launch has not failed
             CONSOLE.log(as_markup(str(error)))
         with self._lock:  # this process looks after the jobs for as long as it stays for them

@@ -66,6 +66,7 @@ class JobPlan:
         outside: handles of other experiments' jobs that must have succeeded; the planned one has
             names of experiments too, which the scheduler looks up.
         after: names of the experiment's jobs on this cluster that must have succeeded.
+        place: its number in the experiment, from 0.
     """
 
     job: str
@@ -78,6 +79,7 @@ class JobPlan:
     secret_places: dict[str, tuple[str, ...]]
     outside: tuple[str, ...]
     after: tuple[str, ...] = ()
+    place: int = 0
 
     @property
     def needs_dispatcher(self) -> bool:

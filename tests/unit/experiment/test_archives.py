@@ -277,11 +277,11 @@ def job_dir(tmp_path):
 def test_the_job_archive(job_dir, tmp_path):
     main = tmp_path / "main"
     main.write_text("x = 1")
+    executor = RayExecutor()
+    executor.job_dir = str(job_dir)
     found = _unzip(
         job_archive(
-            [JobPlan("job", "exp.job", JobSpec(("true",)), RayExecutor(), {}, {}, {}, {}, ())],
-            {"job": job_dir},
-            main,
+            [JobPlan("job", "exp.job", JobSpec(("true",)), executor, {}, {}, {}, {}, ())], main
         )
     )
     assert found[f"{JOBS}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from nemo_run_ray.experiment import dispatch as snapshots
 from nemo_run_ray.experiment.dispatch import Dispatch
 from nemo_run_ray.experiment.job import note_ends
@@ -23,9 +21,9 @@ def _stop_by_force(submitted: Submitted) -> dict[str, str]:
 
 def test_an_end_that_another_program_notes_meanwhile_stays(ray, unique):
     submitted = Submitted(ray, unique, "job")
-    status = asdict(JobStatus(JobState.SUCCEEDED))
+    status = JobStatus(JobState.SUCCEEDED)
     ledger = store_of(submitted.exp_dir).ledger
-    ray.before_table = lambda: ledger.write(TERMINAL, f"{submitted.id}.job", status=status)
+    ray.before_table = lambda: ledger.note(TERMINAL, f"{submitted.id}.job", status=status)
     assert _stop_by_force(submitted) == {"job": "SUCCEEDED"}
 
 

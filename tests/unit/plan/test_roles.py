@@ -392,9 +392,9 @@ def submitted(monkeypatch) -> list[str]:
     """The jobs that were submitted."""
     jobs: list[str] = []
 
-    def submit(self: Batch, name: str) -> str:
-        jobs.append(name)
-        raise AssertionError(f"{name} was submitted")
+    def submit(self: Batch, planned: JobPlan) -> None:
+        jobs.append(planned.job)
+        raise AssertionError(f"{planned.job} was submitted")
 
     monkeypatch.setattr(Batch, "submit", submit)
     return jobs
