@@ -7,12 +7,13 @@ and changes nothing for other executors.
 from __future__ import annotations
 
 import importlib
+import logging
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from nemo_run_ray.clusters import ExistingCluster
+from nemo_run_ray.clusters.existing import ExistingCluster
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
-from nemo_run_ray.nemo import register as _register
 
 if TYPE_CHECKING:
     from nemo_run_ray.clusters import LocalCluster, Sidecar, SlurmCluster
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from nemo_run_ray.plan.array import array
     from nemo_run_ray.plan.folder_packager import FolderPackager
 
+log = logging.getLogger(__name__)
 __version__ = "0.1.0"
 __all__ = [
     "CommandProbe",
@@ -74,6 +76,26 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _register() -> None:
+    """Tell NeMo-Run about ``RayExecutor``.
+
+    A NeMo-Run that keeps its registries elsewhere gets one warning, and everything else of it, and
+    of the programs that import this package, works on.
+    """
+    try:
+        from nemo_run_ray import nemo
+
+        nemo.register()
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        log.warning(
+            "RayExecutor cannot be used with NeMo-Run %s, whose registries are not those that "
+            "nemo_run_ray knows (%s: %s). Install a version of nemo_run_ray for it.",
+            version("nemo-run"),
+            type(error).__name__,
+            error,
+        )
 
 
 _register()

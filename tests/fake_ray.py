@@ -19,7 +19,7 @@ from ray.dashboard.modules.job.common import JobSubmitRequest, validate_request_
 
 from nemo_run_ray.fields import version_of
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
-from nemo_run_ray.remote.dispatch.dispatcher import Dispatcher
+from nemo_run_ray.remote.dispatcher import Dispatcher
 from nemo_run_ray.remote.spec import NONCE_KEY, DispatchSpec
 from nemo_run_ray.remote.status import CANCELLED, CLAIM_KEY, claim_body, first_id
 from tests.http_server import Handler, serving

@@ -390,10 +390,10 @@ def _job(name: str, job: str) -> RemoteJob:
 
 def resume(experiment: Experiment) -> None:
     """Submit what never reached the cluster, and start a dispatcher that has ended too early."""
-    from nemo_run_ray.nemo import registry
+    from nemo_run_ray import nemo
     from nemo_run_ray.nemo.scheduler import resume_experiment
 
-    for line in resume_experiment(registry.load_experiment(experiment)):
+    for line in resume_experiment(nemo.load_experiment(experiment)):
         out.print(line)
 
 

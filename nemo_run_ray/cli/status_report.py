@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nemo_run_ray import nemo
 from nemo_run_ray.errors import NemoRunRayError, shown
 from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.job import (
@@ -24,7 +25,6 @@ from nemo_run_ray.experiment.job import (
     not_ready,
 )
 from nemo_run_ray.experiment.store import experiments, store_of
-from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.spec import Json
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
@@ -180,7 +180,7 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> Json:
     return {
         "job": job.name,
         "id": job.id,
-        "handle": registry.handle(job.id),
+        "handle": nemo.handle(job.id),
         "state": status.state.value,
         "reason": status.reason.value,
         "message": status.message,

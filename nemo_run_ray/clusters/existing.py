@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from nemo_run_ray.clusters.base import TOKEN_PLACES, Cluster, Dashboard
+from nemo_run_ray.clusters import TOKEN_PLACES, Cluster, Dashboard
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import is_credential_name, strict_init
 from nemo_run_ray.remote.spec import Json

@@ -44,7 +44,7 @@ from nemo_run.config import get_nemorun_home
 from nemo_run.core.frontend.console.api import CONSOLE
 from pydantic import NonNegativeInt, PositiveInt
 
-from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard
+from nemo_run_ray.clusters import Cluster, ClusterArchive, Dashboard
 from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.fields import Allowed, PositiveSeconds, strict_init
 from nemo_run_ray.remote import CALLERS_TMPDIR

@@ -19,8 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from nemo_run_ray.clusters import Dashboard
-from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray.clusters import Dashboard, interrupted
 from nemo_run_ray.errors import (
     ClusterError,
     ConfigError,

@@ -48,7 +48,7 @@ from nemo_run_ray.experiment.store import (
     store_of,
 )
 from nemo_run_ray.ids import DISPATCHER
-from nemo_run_ray.remote.dispatch.decide import Decision, Do, decide
+from nemo_run_ray.remote.decide import Decision, Do, decide
 from nemo_run_ray.remote.files import write_file
 from nemo_run_ray.remote.spec import (
     NONCE_KEY,

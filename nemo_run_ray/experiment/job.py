@@ -28,8 +28,7 @@ from typing import Any, TypeVar
 
 from nemo_run.config import SCRIPTS_DIR, get_nemorun_home
 
-from nemo_run_ray.clusters import from_record
-from nemo_run_ray.clusters.base import ClusterArchive, text_of
+from nemo_run_ray.clusters import ClusterArchive, from_record, text_of
 from nemo_run_ray.dashboard.http import repeat
 from nemo_run_ray.dashboard.jobs import PATIENCE_S, JobsApi
 from nemo_run_ray.dashboard.state import ClusterRoom

@@ -23,8 +23,8 @@ from torchx.schedulers.api import (
 )
 from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, Role, RoleStatus
 
-from nemo_run_ray.clusters import Cluster
-from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray import nemo
+from nemo_run_ray.clusters import Cluster, interrupted
 from nemo_run_ray.dashboard.http import pause
 from nemo_run_ray.errors import (
     ConfigError,
@@ -41,7 +41,6 @@ from nemo_run_ray.experiment.logs import lines, only
 from nemo_run_ray.experiment.store import remember, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
 from nemo_run_ray.ids import SCHEDULER, dispatcher_id, job_id
-from nemo_run_ray.nemo import registry
 from nemo_run_ray.plan.job import JobPlan, describe, plan
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
 
@@ -141,7 +140,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if not isinstance(cfg, RayExecutor):
             raise ConfigError(f"The scheduler {self.backend} takes a RayExecutor, not {cfg!r}.")
         experiment_id = cfg.experiment_id or "experiment"
-        is_running = registry.is_running()
+        is_running = nemo.is_running()
         if is_running:
             interrupt.watch(experiment_id)
         planned = plan(app, cfg, job_id(experiment_id, app.name), app.name)
@@ -149,7 +148,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         # Read anew with the first job, and with a new one: there may be thousands.
         is_first = planned.submission_id == next(iter(batch.plans), planned.submission_id)
         if self._experiment is not None and (is_first or planned.job not in self._order):
-            self._is_ordered = registry.is_ordered_by_us(self._experiment)
+            self._is_ordered = nemo.is_ordered_by_us(self._experiment)
             self._order = {
                 job.id: (place, tuple(dict.fromkeys(job.dependencies)))
                 for place, job in enumerate(self._experiment.jobs)
@@ -163,7 +162,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             )
         before = batch.plans.get(planned.submission_id)
         # NeMo-Run overwrites the field with the handles of the experiment's own jobs at the launch.
-        named = handles_of(planned.outside, batch.exp_dir, registry.job_names)
+        named = handles_of(planned.outside, batch.exp_dir, nemo.job_names)
         outside = tuple(
             handle
             for handle in dict.fromkeys([*(before.outside if before else ()), *named])
@@ -193,13 +192,13 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
                     for batch in self._batches.values()
                     for plan in batch.plans.values()
                 }
-                remember(registry.experiment_dir(self._experiment))
-                registry.save_handles(self._experiment, ids)
+                remember(nemo.experiment_dir(self._experiment))
+                nemo.save_handles(self._experiment, ids)
                 self._is_announced = True
         submission_id: str = request.plan.submission_id
         batch.submit(request.plan)
         try:
-            if registry.is_detached(self._experiment):
+            if nemo.is_detached(self._experiment):
                 batch.cluster.detach()
             name, exp_dir = request.plan.job, batch.exp_dir
             if store_of(exp_dir).ledger.jobs()[submission_id].dispatcher:  # it has no page yet
@@ -217,7 +216,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
             CONSOLE.log(as_markup(str(error)))
         with self._lock:  # this process looks after the jobs for as long as it stays for them
             waiters = store_of(batch.exp_dir).waiters
-            if self not in waiters and not registry.is_detached(self._experiment):
+            if self not in waiters and not nemo.is_detached(self._experiment):
                 waiters.add(self)
                 args = (batch.exp_dir, self._is_left)
                 threading.Thread(target=tend_until, args=args, name="tend", daemon=True).start()
@@ -364,7 +363,7 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
     Yields:
         What was done for each dispatch and each job, in words.
     """
-    folder = registry.experiment_dir(experiment)
+    folder = nemo.experiment_dir(experiment)
     for dispatch in dispatches_of(folder):
         yield f"{dispatch.id}: {resume(dispatch)}"
     tend(folder)
@@ -376,9 +375,9 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
         elif isinstance(job.executor, RayExecutor):
             states[job.id] = JobState.WAITING.value
         else:
-            state = registry.status_of(experiment, job)
+            state = nemo.status_of(experiment, job)
             states[job.id] = f"{state} on {type(job.executor).__name__}"
-    ready, is_ordered = [], registry.is_ordered_by_us(experiment)
+    ready, is_ordered = [], nemo.is_ordered_by_us(experiment)
     for job in experiment.jobs:
         upstream = () if is_ordered else job.dependencies
         missing = [name for name in upstream if states[name] != JobState.SUCCEEDED.value]
@@ -391,6 +390,6 @@ def resume_experiment(experiment: Any) -> Iterator[str]:
             yield f"{job.id}: not submitted, it depends on {waits}; resume again after that"
         else:
             ready.append(job)
-    registry.launch(experiment, ready)
+    nemo.launch(experiment, ready)
     for job in ready:
         yield f"{job.id}: submitted"

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
 
         return cancel_elements(*words)
     if kind == "dispatch":
-        from .dispatch import dispatcher
+        from . import dispatcher
 
         submission_id, nonce = words
         began_at = time.time()

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_run_ray.experiment.job import find_job
-from nemo_run_ray.remote.dispatch.decide import STARTING_MAX
+from nemo_run_ray.remote.decide import STARTING_MAX
 from tests.conftest import wait_for
 from tests.hosts.steps import Step, complaints, starts, submit
 

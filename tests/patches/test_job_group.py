@@ -22,8 +22,8 @@ from nemo_run.run.job import JobGroup
 from torchx.specs import AppState
 
 from nemo_run_ray import RayExecutor, patches
+from nemo_run_ray import nemo as plugin
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
-from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.patches import Patch
 
 ADDRESS = "http://10.0.0.1:8265"

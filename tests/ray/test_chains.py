@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_run_ray import nemo as plugin
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.experiment.dispatch import start_dispatcher
 from nemo_run_ray.experiment.job import find_job
-from nemo_run_ray.nemo import registry as plugin
 from nemo_run_ray.remote.status import JobExit, JobState, Reason
 from tests.chains import Started, Yard, step
 from tests.conftest import files_with, wait_for

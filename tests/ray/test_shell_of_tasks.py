@@ -5,9 +5,8 @@ import sys
 import nemo_run as run
 import pytest
 
-from nemo_run_ray import RayExecutor
+from nemo_run_ray import RayExecutor, nemo
 from nemo_run_ray.experiment.job import jobs_of
-from nemo_run_ray.nemo import registry
 from tests.groups import client, finish, submit
 
 
@@ -37,7 +36,7 @@ def test_a_task_and_a_role_start_from_a_login_shell(existing, unique, profile):
         experiment.run(detach=True)
     group = submit(f"{unique}g", existing, client("from-profile 'c  d'", role="one", **fields))
 
-    jobs = {job.name: job for job in jobs_of(registry.experiment_dir(experiment))}
+    jobs = {job.name: job for job in jobs_of(nemo.experiment_dir(experiment))}
     good, bad = jobs["good"], jobs["bad"]
     state, _, log = finish(good)
     assert (state, log.count("[a  b]\n[*]\nA is a b\n")) == ("SUCCEEDED", 1), log

@@ -57,8 +57,8 @@ def test_who_asks_for_the_traceback_gets_it_with_the_causes(tmp_path):
 
 @pytest.mark.parametrize("before", ["", "sys.excepthook = lambda *_: print('mine')\n"])
 def test_other_errors_are_printed_as_before(tmp_path, before):
-    program = f"import sys\n{before}import nemo_run_ray\nimport nemo_run_ray.nemo.registry\n"
-    done = _run(tmp_path, f"{program}nemo_run_ray.nemo.registry.register()\n1 / 0\n")
+    program = f"import sys\n{before}import nemo_run_ray\n"
+    done = _run(tmp_path, f"{program}nemo_run_ray._register()\n1 / 0\n")
     assert done.returncode == 1
     if before:
         assert done.stdout.splitlines()[-1] == "mine"

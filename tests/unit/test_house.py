@@ -33,12 +33,13 @@ _LINES = (
 _REMOTE_LINES = (
     {"__main__", "start"},
     {"array"},
-    {"group", "dispatch", "slurm"},
+    {"group", "dispatcher", "slurm"},
     {"hosts"},
     {"node"},
     {"carried_over"},
     {
         "dashboard",
+        "decide",
         "end_record",
         "status",
         "spec",
@@ -49,7 +50,7 @@ _REMOTE_LINES = (
     },
 )
 #: Programs on one line of it: none needs another.
-_PROGRAMS = {"group", "dispatch", "slurm"}
+_PROGRAMS = {"group", "dispatcher", "slurm"}
 _MAY_IMPORT_RAY = {
     "remote/array/driver.py",
     "remote/group/driver.py",
@@ -163,7 +164,7 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
         "dashboard/planted.py": "from ..experiment.store import store_of\n",
         "plan/planted.py": "import nemo_run_ray\n",
         "clusters/slurm/planted.py": "import nemo_run_ray.experiment.store\n",
-        "remote/node/planted.py": "from ..dispatch.decide import decide\n",
+        "remote/node/planted.py": "from ..dispatcher import run\n",
         "remote/group/planted.py": "from ..slurm import node\nfrom ..node import probe\n",
         "remote/files.py": "from .status import JobState\n",
     }
@@ -175,7 +176,7 @@ def test_an_import_that_goes_up_is_found_in_every_folder(tmp_path):
         "experiment/late.py": ["nemo_run_ray.cli"],
         "plan/planted.py": ["nemo_run_ray"],
         "clusters/slurm/planted.py": ["nemo_run_ray.experiment.store"],
-        "remote/node/planted.py": ["nemo_run_ray.remote.dispatch.decide"],
+        "remote/node/planted.py": ["nemo_run_ray.remote.dispatcher"],
         "remote/group/planted.py": ["nemo_run_ray.remote.slurm"],
     }
 
@@ -249,7 +250,7 @@ def test_every_file_that_the_guide_names_is_there():
     named = re.findall(r"`([\w/]+\.py)`", guide)
     there = [path.as_posix() for folder in (ROOT, TESTS) for path in folder.rglob("*.py")]
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in there)] == []
-    assert "decide.py" in named
+    assert "remote/decide.py" in named
 
 
 def test_public_names():

@@ -21,7 +21,7 @@ from typing import Any
 
 from nemo_run.config import get_nemorun_home
 
-from nemo_run_ray.clusters.base import ClusterArchive
+from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.clusters.slurm import on_login
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, NemoRunRayError

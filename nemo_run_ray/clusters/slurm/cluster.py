@@ -21,7 +21,7 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 from pydantic import Field, InstanceOf, PositiveInt
 
-from nemo_run_ray.clusters.base import Cluster, ClusterArchive, Dashboard, interrupted
+from nemo_run_ray.clusters import Cluster, ClusterArchive, Dashboard, interrupted
 from nemo_run_ray.clusters.slurm.allocations import RENEWAL_S, Allocations, SlurmAllocation
 from nemo_run_ray.clusters.slurm.login import Login, key_of
 from nemo_run_ray.clusters.slurm.on_login import LEFT_EARLY

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nemo_run_ray.clusters.base import Dashboard, interrupted
+from nemo_run_ray.clusters import Dashboard, interrupted
 from nemo_run_ray.dashboard import http
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.dashboard.jobs import JobsApi

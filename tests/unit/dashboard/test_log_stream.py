@@ -9,7 +9,7 @@ import pytest
 from websockets.http11 import Request
 from websockets.sync.server import Server, ServerConnection, serve
 
-from nemo_run_ray.clusters.base import Dashboard
+from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import JobError, StreamCut, Unauthorised

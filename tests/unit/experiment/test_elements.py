@@ -12,12 +12,11 @@ import nemo_run as run
 import pytest
 from fiddle.experimental import serialization
 
-from nemo_run_ray import RayExecutor, array
+from nemo_run_ray import RayExecutor, array, nemo
 from nemo_run_ray.errors import ClusterError, ConfigError, JobError
 from nemo_run_ray.experiment import job as array_elements
 from nemo_run_ray.experiment.dispatch import dispatches_of
 from nemo_run_ray.experiment.job import RemoteJob, find_job
-from nemo_run_ray.nemo import registry
 from nemo_run_ray.remote.spec import ArraySpec, from_json
 from nemo_run_ray.remote.status import file_of
 from tests.array_tasks import train
@@ -65,7 +64,7 @@ def test_an_array_in_a_chain_is_tried_again_when_it_is_lost_and_not_when_element
         executor = RayExecutor(address=ray.url, retries=2, permanent_exit_codes=[3])
         experiment.add(made, executor=executor, name="array", dependencies=[before])
         experiment.run(detach=True)
-    (dispatch,) = dispatches_of(registry.experiment_dir(experiment))
+    (dispatch,) = dispatches_of(nemo.experiment_dir(experiment))
     (job,) = [planned for planned in dispatch.spec.jobs if planned.name == "array"]
     assert (job.retries, job.permanent_exit_codes) == (2, (8,))
 

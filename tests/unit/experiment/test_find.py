@@ -7,11 +7,10 @@ import nemo_run as run
 import pytest
 
 import nemo_run_ray
-from nemo_run_ray import RayExecutor
+from nemo_run_ray import RayExecutor, nemo
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import store
 from nemo_run_ray.experiment.store import find_experiment
-from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.scheduler import RayJobsScheduler
 from tests.unit.experiment.conftest import Submitted
 
@@ -21,7 +20,7 @@ def test_an_id_a_title_a_handle_and_a_jobs_id(ray, unique):
     for name in (submitted.id, unique):
         assert {one.name for one in nemo_run_ray.find(name)} == {"one", "two"}
     job = f"{submitted.id}.two"
-    for name in (job, registry.handle(job)):
+    for name in (job, nemo.handle(job)):
         (found,) = nemo_run_ray.find(name)
         assert (found.id, found.name) == (job, "two")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.clusters.base import ClusterArchive
+from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, SubmissionError
 from nemo_run_ray.experiment import store

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import nemo_run_ray
-from nemo_run_ray.clusters.base import interrupted
+from nemo_run_ray.clusters import interrupted
 from nemo_run_ray.dashboard import http
 from nemo_run_ray.errors import (
     Conflict,

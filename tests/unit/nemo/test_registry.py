@@ -10,8 +10,7 @@ from nemo_run.run.experiment import Experiment
 from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING
 
 import nemo_run_ray.nemo
-from nemo_run_ray import RayExecutor
-from nemo_run_ray.nemo import registry
+from nemo_run_ray import RayExecutor, nemo
 
 ADDRESS = "http://ray.example.org:8265"
 
@@ -44,9 +43,9 @@ def test_a_subclass_is_registered_by_itself(unique):
 
 
 def test_twice_is_once():
-    registry.register()
+    nemo.register()
     before = dict(EXECUTOR_MAPPING), Experiment._DETACH_SUPPORTED_EXECUTORS
-    registry.register()
+    nemo.register()
     assert (dict(EXECUTOR_MAPPING), Experiment._DETACH_SUPPORTED_EXECUTORS) == before
 
 
@@ -63,8 +62,8 @@ def test_a_nemo_run_that_lacks_one_list_is_left_as_it_is(monkeypatch, caplog, la
     for kind in (RayExecutor, TeamExecutor, Own):
         monkeypatch.delitem(EXECUTOR_MAPPING, kind)
     before = dict(vars(Experiment))
-    monkeypatch.setattr(nemo_run_ray.nemo.log, "handlers", [caplog.handler])
-    nemo_run_ray.nemo.register()
+    monkeypatch.setattr(nemo_run_ray.log, "handlers", [caplog.handler])
+    nemo_run_ray._register()
     assert lacks in caplog.records[0].getMessage()
     assert dict(vars(Experiment)) == before
     assert RayExecutor not in EXECUTOR_MAPPING
@@ -75,11 +74,11 @@ def test_a_nemo_run_that_lacks_one_list_is_left_as_it_is(monkeypatch, caplog, la
 )
 def test_a_nemo_run_with_other_registries_gets_one_warning(monkeypatch, caplog, broken):
     monkeypatch.setitem(sys.modules, broken, None)
-    monkeypatch.delitem(sys.modules, "nemo_run_ray.nemo.registry")
-    monkeypatch.delattr(nemo_run_ray.nemo, "registry")
+    monkeypatch.delitem(sys.modules, "nemo_run_ray.nemo")
+    monkeypatch.delattr(nemo_run_ray, "nemo")
     # NeMo-Run takes the handlers of the root logger away when it sets its console up.
-    monkeypatch.setattr(nemo_run_ray.nemo.log, "handlers", [caplog.handler])
-    nemo_run_ray.nemo.register()
+    monkeypatch.setattr(nemo_run_ray.log, "handlers", [caplog.handler])
+    nemo_run_ray._register()
     (record, *_) = caplog.records  # the root logger's handler may have it too
     assert record.levelno == logging.WARNING
     for word in ("RayExecutor cannot be used", broken, "ModuleNotFoundError"):

@@ -3,12 +3,11 @@
 import nemo_run as run
 import pytest
 
-from nemo_run_ray import RayExecutor
+from nemo_run_ray import RayExecutor, nemo
 from nemo_run_ray.errors import JobError, NemoRunRayError
 from nemo_run_ray.experiment.dispatch import dispatches_of
 from nemo_run_ray.experiment.job import find, jobs_of
 from nemo_run_ray.experiment.store import find_experiment
-from nemo_run_ray.nemo import registry
 from nemo_run_ray.nemo.scheduler import resume_experiment
 from tests.fake_ray import SUCCEEDS, FakeRay, Trouble
 
@@ -30,7 +29,7 @@ def unsubmitted(ray: FakeRay, title: str, *names: str, local: bool = False, in_o
         with pytest.raises(NemoRunRayError):
             experiment.run(detach=True)
     ray.trouble = lambda method, path: None
-    return registry.load_experiment(title)
+    return nemo.load_experiment(title)
 
 
 def test_jobs_that_never_arrived_are_submitted_once(ray, unique):
@@ -39,7 +38,7 @@ def test_jobs_that_never_arrived_are_submitted_once(ray, unique):
         find(experiment._id)
     assert list(resume_experiment(experiment)) == ["first: submitted", "second: submitted"]
     assert len(ray.started) == 2
-    again = list(resume_experiment(registry.load_experiment(unique)))
+    again = list(resume_experiment(nemo.load_experiment(unique)))
     assert again == ["first: PENDING, left as it is", "second: PENDING, left as it is"]
     assert len(ray.started) == 2
 
@@ -49,10 +48,10 @@ def test_a_chain_whose_dispatcher_died_is_left_to_a_new_one(ray, unique):
     list(resume_experiment(experiment))
     (dispatcher,) = ray.started
     ray.rows[dispatcher]["status"] = "STOPPED"
-    told = list(resume_experiment(registry.load_experiment(unique)))
+    told = list(resume_experiment(nemo.load_experiment(unique)))
     assert told[0] == f"{dispatcher}: started again as {dispatcher}@2"
     assert told[1:] == [f"{one}: waits on the cluster, left to its dispatcher" for one in JOBS]
-    again = list(resume_experiment(registry.load_experiment(unique)))
+    again = list(resume_experiment(nemo.load_experiment(unique)))
     assert again[0] == f"{dispatcher}: its dispatcher is at work"
 
 
@@ -66,7 +65,7 @@ def test_a_chain_that_is_over_is_so_without_its_cluster(ray, unique):
     assert {job.wait(timeout_s=20).state.value for job in jobs_of(folder)} == {"SUCCEEDED"}
     ray.rows.clear()
     ray.session = "session_of_another_life"
-    told = list(resume_experiment(registry.load_experiment(unique)))
+    told = list(resume_experiment(nemo.load_experiment(unique)))
     assert told[0] == f"{dispatcher}: all is decided"
     assert told[1:] == [f"{one}: SUCCEEDED, left as it is" for one in JOBS]
 
@@ -81,5 +80,5 @@ def test_what_nemo_run_keeps_in_order_waits_for_its_turn(ray, unique):
     assert told["here"].endswith(" on LocalExecutor, left as it is")
     (first,) = jobs_of(find_experiment(unique))
     ray.rows[first.id].update(SUCCEEDS)
-    told = dict(one.split(": ", 1) for one in resume_experiment(registry.load_experiment(unique)))
+    told = dict(one.split(": ", 1) for one in resume_experiment(nemo.load_experiment(unique)))
     assert (told["first"], told["second"]) == ("SUCCEEDED, left as it is", "submitted")

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_run_ray.remote.carried_over import DISPATCHES, TABLE, rows_before
 from nemo_run_ray.remote.dashboard import LOG_FILE, DashboardClient
-from nemo_run_ray.remote.dispatch.decide import TimeLeft, time_left
+from nemo_run_ray.remote.decide import TimeLeft, time_left
 from nemo_run_ray.remote.end_record import EndRecord, lock_of, proof_of
 from nemo_run_ray.remote.slurm import carry
 from nemo_run_ray.remote.slurm.carry import Allocation

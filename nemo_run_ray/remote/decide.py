@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Mapping, NamedTuple, Sequence
 
-from ..files import ENDS_AT, LASTS_S, RENEWS
-from ..spec import DispatchedJobSpec, DispatchSpec, Env, OutsideSpec, cancel_id
-from ..status import (
+from .files import ENDS_AT, LASTS_S, RENEWS
+from .spec import DispatchedJobSpec, DispatchSpec, Env, OutsideSpec, cancel_id
+from .status import (
     CANCELLED,
     NODE_DEAD_S,
     NOT_PLACED,

@@ -11,8 +11,8 @@ from io import BytesIO
 import pytest
 
 from nemo_run_ray.plan.job import entrypoint
-from nemo_run_ray.remote.dispatch import dispatcher
-from nemo_run_ray.remote.dispatch.dispatcher import (
+from nemo_run_ray.remote import dispatcher
+from nemo_run_ray.remote.dispatcher import (
     ABSENT_MAX_S,
     STOP_TRUST_S,
     Dispatcher,

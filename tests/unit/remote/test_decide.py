@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_run_ray.remote.dispatch.decide import (
+from nemo_run_ray.remote.decide import (
     STARTING_MAX,
     STUCK_S,
     Action,

@@ -18,8 +18,8 @@ from contextlib import suppress
 from time import monotonic
 from typing import Callable, Mapping
 
-from .. import carried_over
-from ..dashboard import (
+from . import carried_over
+from .dashboard import (
     DASHBOARD,
     EMBEDDED,
     DashboardClient,
@@ -27,12 +27,13 @@ from ..dashboard import (
     Unanswered,
     candidates,
 )
-from ..end_record import LostEnds, lock_of, proof_of
-from ..files import LIFE, RUN
-from ..node.output import say
-from ..node.rundir import KEY, SECRETS, read_secrets, remove_secrets
-from ..spec import LOCK_KEY, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec, Json
-from ..status import (
+from .decide import Action, Decision, Do, decide, time_left
+from .end_record import LostEnds, lock_of, proof_of
+from .files import LIFE, RUN
+from .node.output import say
+from .node.rundir import KEY, SECRETS, read_secrets, remove_secrets
+from .spec import LOCK_KEY, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec, Json
+from .status import (
     STOP_AGAIN_S,
     STOP_TRUST_S,
     Attempt,
@@ -45,7 +46,6 @@ from ..status import (
     first_id,
     node_dead_s,
 )
-from .decide import Action, Decision, Do, decide, time_left
 
 #: Seconds that the table may lack the dispatcher itself before it believes it: a head that
 #: recovers may answer before it knows its jobs.

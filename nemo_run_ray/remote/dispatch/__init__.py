@@ -1,1 +1,0 @@
-"""The dispatcher: submits jobs one by one, in their order."""
