@@ -180,7 +180,10 @@ class Ledger:
 
     def _read(self) -> None:
         """Take into account what was added to the file. The lock is held."""
-        if not self.path.exists():
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < self._offset:  # the experiment was deleted, and may run anew
+            self._offset, self._records = 0, {}
+        if size == self._offset:
             return
         if not self._offset:
             why = why_untrusted(str(self.path))
@@ -193,7 +196,7 @@ class Ledger:
                     return  # perhaps it is being written
                 try:
                     self._add(json.loads(line))
-                except (KeyError, TypeError, ValueError):
+                except (KeyError, TypeError, ValueError, RecursionError):
                     log.warning("A line of %s is no record: %r", self.path, line[:80])
                 self._offset += len(line)
 

@@ -9,7 +9,6 @@ import pytest
 import nemo_run_ray
 from nemo_run_ray import RayExecutor, nemo
 from nemo_run_ray.errors import JobError
-from nemo_run_ray.experiment import store
 from nemo_run_ray.experiment.store import find_experiment
 from nemo_run_ray.nemo.scheduler import RayJobsScheduler
 from tests.unit.experiment.conftest import Submitted
@@ -38,9 +37,8 @@ def test_a_name_of_nothing(name):
     assert "NEMORUN_HOME" in str(caught.value)
 
 
-def test_an_experiment_that_has_submitted_nothing(ray, unique, monkeypatch):
+def test_an_experiment_that_has_submitted_nothing(ray, unique):
     submitted = Submitted(ray, unique, "one")
-    monkeypatch.setattr(store, "_stores", {})  # another process has read nothing
     os.remove(submitted.exp_dir / "ray_jobs.jsonl")
     with pytest.raises(JobError, match="has submitted nothing to Ray") as caught:
         nemo_run_ray.find(submitted.id)

@@ -78,6 +78,16 @@ def test_a_second_intent_starts_the_record_anew(book):
     assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n", "n2"])
 
 
+def test_an_experiment_whose_folder_was_deleted_begins_anew(book):
+    book.note(INTENT, "exp.a", **_INTENT)
+    book.note(SUBMITTED, "exp.a")
+    assert book.jobs()
+    book.path.unlink()
+    assert book.jobs() == {}
+    book.note(INTENT, "exp.a", **{**_INTENT, "nonce": "n2"})
+    assert (book.jobs()["exp.a"].last, book.jobs()["exp.a"].nonces) == (INTENT, ["n2"])
+
+
 def test_a_torn_line_is_ignored_and_takes_no_other_with_it(book):
     book.note(INTENT, "exp.a", **_INTENT)
     book.note(INTENT, "exp.b", **_INTENT)
@@ -107,6 +117,7 @@ _NO_RECORDS = (
     b'{"id": "exp.a", "event": "seen", "attempts": [{"submission_id": "exp.a", "state": "ODD"}]}',
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "cluster": "local"}).encode(),
     json.dumps({"id": "exp.c", "event": INTENT, **_INTENT, "at": "noon"}).encode(),
+    b"[" * 100_000,
     _seen(ended_at=math.nan),
     _seen(detail=[1]),
 )

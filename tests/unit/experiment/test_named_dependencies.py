@@ -9,7 +9,6 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.dashboard.jobs import JobsApi
 from nemo_run_ray.errors import ConfigError, SubmissionError
-from nemo_run_ray.experiment import store
 from nemo_run_ray.experiment.submit import outside_spec
 from nemo_run_ray.remote.status import JobExit
 from tests.conftest import refused
@@ -70,16 +69,14 @@ def test_an_unknown_name_is_refused_with_the_nearest_titles(ray, unique, prep):
     assert ray.requests == []
 
 
-def test_an_experiment_that_is_not_submitted_yet(ray, unique, prep, monkeypatch):
+def test_an_experiment_that_is_not_submitted_yet(ray, unique, prep):
     ledger = prep.exp_dir / "ray_jobs.jsonl"
     lines = [line for line in ledger.read_text().splitlines() if f"{prep.id}.b" not in line]
     ledger.write_text("".join(f"{line}\n" for line in lines))
-    monkeypatch.setattr(store, "_stores", {})  # another process has read nothing
     executor = RayExecutor(address=ray.url, dependencies=[prep.id])
     message = refused(ConfigError, executor, f"{unique}x")
     assert "has not submitted to Ray: b" in message
     ledger.unlink()
-    store._stores.clear()
     assert "a, b" in refused(ConfigError, executor, f"{unique}y")
 
 

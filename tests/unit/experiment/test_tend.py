@@ -61,9 +61,9 @@ def test_one_that_had_no_time_is_left_to_the_next_allocation(ray, stopped, ended
 def test_a_dispatch_that_is_being_submitted_is_left_to_its_client(ray, unique):
     submitted = Submitted(ray, unique, "first", "second after first")
     del ray.rows[submitted.dispatch.id]
-    write = store_of(submitted.exp_dir).ledger.path
-    lines = write.read_text().splitlines()
-    write.write_text("".join(f"{line}\n" for line in lines if '"submitted"' not in line))
+    ledger = store_of(submitted.exp_dir).ledger.path
+    lines = ledger.read_text().splitlines()
+    ledger.write_text("".join(f"{line}\n" for line in lines if '"submitted"' not in line))
     ray.requests.clear()
     tend(submitted.exp_dir)
     assert ray.writes == []
