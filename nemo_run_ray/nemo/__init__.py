@@ -23,6 +23,7 @@ from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING, REVERSE
 from torchx.specs import AppState, make_app_handle
 
 from nemo_run_ray import errors, patches
+from nemo_run_ray.clusters import Cluster
 from nemo_run_ray.errors import ConfigError, JobError, UnsupportedNemoRun
 from nemo_run_ray.executor import ON_SUBCLASS, RayExecutor
 from nemo_run_ray.ids import SCHEDULER, SESSION
@@ -91,7 +92,10 @@ def _is_on_one_cluster(experiment: Experiment) -> bool:
     if not all(isinstance(executor, RayExecutor) for executor in executors):
         return False
     # An experiment may have thousands of jobs, and is asked for each: one of a kind is resolved.
-    kinds = {(repr(one.cluster), one.address, one.pool): one for one in executors}
+    kinds = {}
+    for one in executors:
+        cluster = one.cluster.record() if isinstance(one.cluster, Cluster) else one.cluster
+        kinds[repr(cluster), one.address, one.pool] = one
     return len({repr(one.resolve_cluster().record()) for one in kinds.values()}) <= 1
 
 

@@ -333,7 +333,9 @@ def _readable(log: Iterable[str], job: RemoteJob) -> Iterator[str]:
     try:
         yield from log
     except NemoRunRayError as error:
-        _say_once(job.record.exp_dir, (str(error), JobState.LOST, Reason.CLUSTER_GONE), str(error))
+        # That it is lost is said by this, once.
+        about = job.id if job.status.state is JobState.LOST else str(error)
+        _say_once(job.record.exp_dir, (about, JobState.LOST, Reason.CLUSTER_GONE), str(error))
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> RayJobsScheduler:

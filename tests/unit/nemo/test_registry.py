@@ -10,7 +10,7 @@ from nemo_run.run.experiment import Experiment
 from nemo_run.run.torchx_backend.schedulers.api import EXECUTOR_MAPPING
 
 import nemo_run_ray.nemo
-from nemo_run_ray import RayExecutor, nemo
+from nemo_run_ray import ExistingCluster, RayExecutor, nemo
 
 ADDRESS = "http://ray.example.org:8265"
 
@@ -40,6 +40,16 @@ def test_a_subclass_is_registered_by_itself(unique):
         assert kind in Experiment._DETACH_SUPPORTED_EXECUTORS
         assert kind in Experiment._PARALLEL_SUPPORTED_EXECUTORS
         assert kind in experiment._DEPENDENCY_SUPPORTED_EXECUTORS
+
+
+@pytest.mark.parametrize("others", ["team-a", "team-b"])
+def test_clusters_of_one_address_with_other_headers_are_two(unique, others):
+    with run.Experiment(unique) as experiment:
+        for team in ("team-a", others):
+            cluster = ExistingCluster(ADDRESS, headers={"X-Team": team})
+            executor = RayExecutor(cluster=cluster)
+            experiment.add(run.Script(inline="true"), executor=executor, name=unique)
+    assert nemo._is_on_one_cluster(experiment) == (others == "team-a")
 
 
 def test_twice_is_once():

@@ -4,7 +4,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import ConfigError, NemoRunRayError
+from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.nemo import scheduler
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
@@ -116,6 +116,20 @@ def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(
     ]
     roles = [one.split()[1] for one in lines if one.startswith("role ")]
     assert roles == ["a,", "group-1,", "group-2,"]
+
+
+def test_the_end_of_a_cluster_is_told_once(unique, tmp_path, capsys):
+    status = JobStatus(JobState.LOST, Reason.CLUSTER_GONE, "gone")
+    record = SimpleNamespace(exp_dir=tmp_path / unique, dispatcher="")
+    job = SimpleNamespace(id=f"{unique}.a", record=record, status=status)
+
+    def log():
+        yield "line"
+        raise JobError("There is no log any more: it is gone")
+
+    assert list(scheduler._readable(log(), job)) == ["line"]
+    scheduler._report(job, status)
+    assert capsys.readouterr().out.count("gone") == 1
 
 
 def test_only_a_job_that_was_submitted_has_a_page(ray, unique, capsys):
