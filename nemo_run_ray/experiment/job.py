@@ -316,8 +316,9 @@ class RemoteJob:
         if archive.continues:
             detail = f"{archive.reason}."
             return self.as_seen(snapshot, JobState.UNKNOWN, Reason.UNREACHABLE, detail)
-        why = (archive.reason or why).removesuffix(".")
-        detail = f"Its end is not known: {why}."
+        why = archive.reason or why
+        end = "" if "\n" in why or why.endswith(".") else "."  # a log's lines end by themselves
+        detail = f"Its end is not known: {why}{end}"
         return self.as_seen(snapshot, JobState.LOST, Reason.CLUSTER_GONE, detail)
 
     def as_seen(
@@ -540,7 +541,7 @@ class RemoteJob:
             ClusterError: the cluster does not answer, or the array's driver does not.
             ConfigError, JobError: as for ``select_elements``; or the selected elements are over.
         """
-        if selection in {"", *STATES} - {*ACTIVE}:
+        if str(selection) in {"", *STATES} - {*ACTIVE}:
             raise ConfigError(
                 f"The elements to cancel are {selection!r}; expected is waiting, running, or "
                 "indices such as 3,7-9. To cancel the whole array, cancel the job."
@@ -648,13 +649,16 @@ class RemoteJob:
         if attempts != self.record.attempts:
             ledger = store_of(self.record.exp_dir).ledger
             ledger.note(SEEN, self.id, attempts=list(attempts.values()))
-        report = self.roles(status) or self.array_rows(status)
-        if report:
-            self.kept.keep(_ROWS, json.dumps(report))
-        for kind in (RESULTS_FILE, STATES_FILE) if self.record.is_array else ():
-            lines = self.array_file(status, kind)
-            if lines:  # else it had no elements yet, or they cannot be read now
-                self.kept.keep(kind, "\n".join([*lines, ""]))
+        if not self.kept.text(_ROWS):
+            report = self.roles(status) or self.array_rows(status)
+            if report:
+                self.kept.keep(_ROWS, json.dumps(report))
+        if self.record.is_array and not self.kept.text(STATES_FILE):
+            states = self.array_file(status, STATES_FILE)
+            if states:  # else it had no elements yet, or they cannot be read now
+                results = self.array_file(status, RESULTS_FILE)
+                self.kept.keep(RESULTS_FILE, "\n".join([*results, ""]))
+                self.kept.keep(STATES_FILE, "\n".join([*states, ""]))  # last: with it, all is kept
         if not self.misses_log:
             return
         deadline = monotonic() + COPY_S
@@ -807,7 +811,7 @@ def not_ready(group: GroupRows) -> list[str]:
 def _json_rows(lines: Iterable[str], shape: Any) -> Iterator[list[Any]]:
     """The lines that are JSON of this shape; the last one may be half written."""
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             row = json.loads(line)
             if fits(row, shape):
                 yield row

@@ -33,6 +33,8 @@ class JobState(str, Enum):
     #: It cannot be asked right now; unlike LOST the next look may tell.
     UNKNOWN = "UNKNOWN"
 
+    __str__ = str.__str__  # users print it
+
     @property
     def is_terminal(self) -> bool:
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.LOST)

@@ -126,7 +126,7 @@ def test_elements_are_selected_by_state_and_by_index(job, driver):
 
 
 def test_a_selection_that_is_none_is_refused(job, driver):
-    for selection in ("broken", "-3", "1,,2", "3-", "5-3", "8", "0-99"):
+    for selection in ("broken", "-3", "1,,2", "3-", "5-3", "8", "0-99", [3, 7]):
         for ask in (job.select_elements, job.cancel_elements):
             with pytest.raises(ConfigError, match="selects no elements of the array 'array'"):
                 ask(selection)
@@ -190,3 +190,7 @@ def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
     ray.files.clear()
     assert job.results() == {0: {"loss": 1.5}, 2: None}
     assert [one.index for one in job.select_elements("failed")] == [3]
+    kept = [job.kept.log.with_suffix(f".{kind}") for kind in ("results", "states")]
+    written = [path.stat().st_ino for path in kept]
+    find_job(job.id).keep(job.status)
+    assert [path.stat().st_ino for path in kept] == written, "what is kept is not written again"

@@ -248,7 +248,7 @@ def test_the_attempts_of_a_job_in_the_table(ray, unique):
         row["submission_id"] = name
     first, second = job.attempts_in(Snapshot(is_fresh=True)).values()
     assert (first.posted_at, first.ended_at) == (1.0, 5.0)
-    assert (first.state, first.exit_code) == ("FAILED", 3)
+    assert (f"{first.state}", first.exit_code) == ("FAILED", 3)
     assert (second.submission_id, second.state) == (f"{job.id}@2", "RUNNING")
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from nemo_run_ray.clusters import ClusterArchive
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.experiment import dispatch as snapshots
 from nemo_run_ray.experiment.dispatch import Snapshot
@@ -22,6 +23,15 @@ def no_pause(monkeypatch):
 @pytest.fixture
 def one(ray, unique) -> Submitted:
     return Submitted(ray, unique, "job")
+
+
+@pytest.mark.parametrize(
+    ("why", "end"), [("it is gone", "."), ("it is gone.", ""), ("it is gone:\n  last line", "")]
+)
+def test_a_sentence_gets_a_full_stop_and_the_line_of_a_log_none(one, monkeypatch, why, end):
+    job = one.jobs["job"]
+    monkeypatch.setattr(job, "_archive", lambda: ClusterArchive(reason=why))
+    assert job._lost(Snapshot(), "").detail == f"Its end is not known: {why}{end}"
 
 
 def status_of(submitted: Submitted, name: str = "job") -> JobStatus:
