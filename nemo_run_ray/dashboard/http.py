@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
@@ -160,16 +160,16 @@ class Http:
                     cause = f"the answer is encoded ({encoding}), which was not asked for"
                     raise httpx.DecodingError(cause)
                 if not is_stream:
-                    content = bytearray()
+                    body = bytearray()
                     for piece in response.iter_raw():
-                        content += piece
-                        if len(content) > ANSWER_MAX_BYTES:
+                        body += piece
+                        if len(body) > ANSWER_MAX_BYTES:
                             limit = f"{ANSWER_MAX_BYTES / 1024**2:.0f} MiB"
                             raise httpx.DecodingError(f"the answer has more than {limit}")
                     response = httpx.Response(
                         response.status_code,
                         headers=response.headers,
-                        content=bytes(content),
+                        content=bytes(body),
                         request=request,
                     )
                 answer.set_result(response)
@@ -265,7 +265,8 @@ def repeat(ask: Callable[[], _T], patience_s: float, what: str = "") -> _T:
     timer = threading.Timer(SAY_S, say)
     timer.daemon = True
     if what and patience_s > SAY_S:
-        timer.start()
+        with suppress(RuntimeError):  # from Python 3.12 on there is none when the program ends
+            timer.start()
     try:
         while True:
             try:

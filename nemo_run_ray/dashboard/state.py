@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any
 
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
@@ -187,7 +186,7 @@ class StateApi:
 
     def _ask_room(self) -> ClusterRoom | None:
         with ThreadPoolExecutor(len(_ROOM_TABLES)) as pool:
-            limits_s = repeat(_ROOM_S)
+            limits_s = [_ROOM_S] * len(_ROOM_TABLES)
             nodes, *held = pool.map(self._rows, _ROOM_TABLES, limits_s, _ROOM_TABLES.values())
         if not nodes:
             return None

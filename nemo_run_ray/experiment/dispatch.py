@@ -88,6 +88,8 @@ _T = TypeVar("_T")
 _RECOVERS_S = 2.0
 #: Seconds that a dispatcher may be about to start before another one is started.
 PENDING_MAX_S = 60.0
+#: Seconds that an allocation of Slurm may take to end when what is left needs more time.
+_RENEWAL_S = 120.0
 #: The reason where nobody knows a better one.
 GONE = "the cluster that had it is gone"
 
@@ -142,10 +144,11 @@ class DispatchStatus:
         moment. A second one beside it does no harm.
         """
         now = time.time()
+        last = self.dispatcher.get(max(self.dispatcher, default=0))
+        if last and last.exit_code == JobExit.OUT_OF_TIME and last.ended_at > now - _RENEWAL_S:
+            return True
         return any(
-            row.ended_at > now - 120.0  # its allocation may take so long to end
-            if row.exit_code == JobExit.OUT_OF_TIME
-            else row.is_live
+            row.is_live
             and (row.status.state is not JobState.PENDING or row.posted_at > now - PENDING_MAX_S)
             for row in self.dispatcher.values()
         )

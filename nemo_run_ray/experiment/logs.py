@@ -30,7 +30,7 @@ _ENTRYPOINT = "Running entrypoint for job "
 #: Ray's own lines before that one.
 OF_RAY = re.compile(r"\d{4}-\d\d-\d\d .* job_manager\.py:\d+ -- ")
 #: The one of them that says nothing to who reads the log of a job that never started.
-_SETTING_UP = "-- Runtime env is setting up."
+_SETTING_UP = re.compile(rf"{OF_RAY.pattern}Runtime env is setting up\.")
 #: Lines before that one that are held back: a Ray that words it otherwise must not hide a log.
 _HEAD_MAX_LINES = 1000
 
@@ -146,7 +146,7 @@ def output_of(
                 head, early = None, line.partition(_ENTRYPOINT)[0]
                 if early:  # of a line that continues behind Ray's
                     yield early
-            elif _SETTING_UP not in line:
+            elif not _SETTING_UP.match(line):
                 head.append(line)
                 if len(head) > _HEAD_MAX_LINES:
                     yield from head

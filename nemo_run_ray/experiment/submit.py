@@ -83,7 +83,7 @@ class Batch:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _dispatched: dict[str, NemoRunRayError | None] = field(default_factory=dict)
     _code: dict[str, Archive] = field(default_factory=dict)
-    #: By the number of jobs, of which there are never fewer.
+    #: The jobs' archive, by the number of jobs in it: jobs are only added.
     _jobs: dict[int, Archive] = field(default_factory=dict)
 
     def add(self, planned: JobPlan, is_dry: bool) -> None:

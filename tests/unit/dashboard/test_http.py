@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -107,6 +108,12 @@ def test_an_answer_that_does_not_end_is_given_up_at_a_size(monkeypatch):
         with pytest.raises(Unreachable, match="more than 1 MiB") as caught:
             Http(Dashboard(url)).get("/api/jobs/")
         assert not isinstance(caught.value, Unanswered)
+
+
+def test_a_program_that_ends_can_still_ask_again(monkeypatch):
+    """Python 3.12 starts no thread then."""
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError))
+    assert http.repeat(lambda: "answer", 600, "an answer") == "answer"
 
 
 def test_nothing_is_unpacked():

@@ -232,7 +232,7 @@ def test_a_line_without_its_end_is_passed_on_unless_it_may_be_ours():
 
 @given(st.lists(st.integers(0, 10_000)))
 def test_a_job_that_never_started_shows_what_ray_says(cuts):
-    text = "runtime_env setup failed: x\nTraceback\n  y"
+    text = "runtime_env setup failed: x -- Runtime env is setting up.\nTraceback\n  y"
     assert "".join(output_of(_in_pieces(f"{_SETTING_UP}{text}", cuts), (_MARK,))) == text
 
 
