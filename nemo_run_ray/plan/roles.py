@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import os
 import re
 import shlex
@@ -223,14 +224,22 @@ def _code_packager(executor: RayExecutor) -> Packager | None:
 
 
 def _executors(app: AppDef, executor: RayExecutor) -> list[RayExecutor]:
-    """An executor for each role."""
+    """An executor for each role; one without code gets the group's packager, set by plug-ins."""
     found: list[RayExecutor] = executor.resource_group or [executor]
     if len(found) != len(app.roles):
         raise ConfigError(
             f"The job {app.name!r} has {len(app.roles)} roles and {len(found)} executor(s); give a "
             "list of tasks to `experiment.add`, and one executor or one for each."
         )
-    return found
+    if not executor.resource_group or not executor.packager_ships:
+        return found
+    members = []
+    for member in found:
+        if not member.packager_ships:
+            member = copy.copy(member)  # the user's own stays as it is
+            member.packager = executor.packager
+        members.append(member)
+    return members
 
 
 def role_name(role: Role, executor: RayExecutor) -> str:
@@ -324,7 +333,7 @@ _OF_ROLES = (
     *("resources_per_node", "label_selector", "strategy", "runtime_env"),
     *("allow_unknown_runtime_env", "secrets", "role", "service", "ready", "ports"),
     *("pending_timeout_s", "wait_for_nodes", "keep_run_dir", "entrypoint_shell"),
-    *("startup_commands", "python", "packager"),
+    *("startup_commands", "python"),
 )
 
 

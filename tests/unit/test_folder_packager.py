@@ -153,12 +153,16 @@ def test_the_variable_is_for_tasks_without_a_packager_on_other_machines(code_dir
     assert planned(address="http://h:1").packagers == {}
 
 
-def test_the_roles_of_a_group_get_the_variables_folder(code_dir):
+def test_a_groups_own_packager_comes_before_the_variable(code_dir):
     roles = [RayExecutor(address="http://h:1", role=name) for name in ("a", "b")]
     merged = RayExecutor.merge(roles, 2)
     app = AppDef("job", [Role(f"job-{n}", image="", entrypoint="true") for n in range(2)])
     found = plan(app, merged, "exp.job", "job").packagers
     assert [one.path for one in found.values()] == [str(code_dir)] * 2
+    merged.packager = run.GitArchivePackager()
+    made = plan(app, merged, "exp.job", "job")
+    assert list(made.packagers.values()) == [merged.packager] * 2
+    assert all(role.task.has_code for role in made.spec.roles)
 
 
 def test_the_dry_run_says_what_is_sent(code_dir, unique):

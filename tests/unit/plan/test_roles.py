@@ -439,7 +439,6 @@ def test_what_was_assigned_to_a_role_later_is_checked(roles, name, value, words)
     [
         ("nodes", 2),
         ("runtime_env", {"pip": ["x"]}),
-        ("packager", run.GitArchivePackager()),
     ],
 )
 def test_a_field_of_the_whole_group_that_would_do_nothing_is_refused(roles, name, value):
