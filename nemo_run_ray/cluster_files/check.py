@@ -133,7 +133,11 @@ def check(
     total = Counter[str]()
     for node in nodes:
         total.update(node.resources)
-    yield CheckRow("nodes", OK, f"{len(nodes)} node(s) live, with {amounts_text(total)} in all.")
+    message = f"{len(nodes)} node(s) live, with {amounts_text(total)} in all."
+    if nodes:
+        yield CheckRow("nodes", OK, message)
+    else:
+        yield CheckRow("nodes", BROKEN, "No node lives.", "Look at the cluster's dashboard.")
     for label in preflight.required_labels:
         name = f"label {label.key}={label.value}"
         count = len(labelled({label.key: label.value}, nodes))

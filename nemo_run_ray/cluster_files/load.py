@@ -188,12 +188,16 @@ def read(path: Path) -> Document:
 
 
 def _note_lines(node: yaml.Node | None, path: KeyPath, lines: dict[KeyPath, int]) -> None:
-    """Note the line of every key of YAML below a node, and refuse a key that is given twice.
-
-    A list is one value.
-    """
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        place = (*path, str(key.value))
+    """Note the line of every key of YAML below a node, and refuse a key that is given twice."""
+    below: list[tuple[str | int, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        below = [(str(key.value), key, value) for key, value in node.value if key.value != "<<"]
+        for _, key, _ in below:
+            key.tag = "tag:yaml.org,2002:str"  # YAML reads `on` and `1` as no texts
+    elif isinstance(node, yaml.SequenceNode):
+        below = [(number, value, value) for number, value in enumerate(node.value)]
+    for name, key, value in below:
+        place = (*path, name)
         if place in lines:
             problem = f"{dotted(place)} is given twice, first in line {lines[place]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
@@ -209,7 +213,7 @@ def _filled(value: Any, path: KeyPath, document: Document) -> Any:
     if isinstance(value, dict):
         return {key: _filled(inner, (*path, key), document) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(inner, path, document) for inner in value]
+        return [_filled(inner, (*path, number), document) for number, inner in enumerate(value)]
     # Headers are saved as they are, and filled at every connection.
     if not isinstance(value, str) or path[:2] == ("cluster", "headers"):
         return value
@@ -254,10 +258,15 @@ def _check(document: Document) -> None:
             "env.toml), `local: {}` for the embedded Ray of this machine, or `slurm:` with an "
             "account and a job_dir.",
         )
-    for pattern in file.env.forward:
+    has_address = file.cluster.address or any(pool.address for pool in file.pools.values())
+    for name in ("token_variable", "headers"):
+        if getattr(file.cluster, name) and not has_address:
+            problem = f"a Ray by {named[0]!r} has a token of its own and no proxy; leave it out."
+            raise document.refuse(("cluster", name), problem)
+    for number, pattern in enumerate(file.env.forward):
         if not re.fullmatch(r"[A-Za-z_][\w*?\[\]!-]*", pattern):
             problem = f"{pattern!r} may be your whole environment; expected NAME or NAME_*."
-            raise document.refuse(("env", "forward"), problem)
+            raise document.refuse(("env", "forward", number), problem)
     for path, value in leaves(document.values):
         is_variable = path[-2:-1] in (("env_vars",), ("set",))
         if is_variable and credentials_in({str(path[-1]): value}):
@@ -329,9 +338,10 @@ def places_of(name: str, value_from: Mapping[str, list[str]]) -> list[str]:
     For ``HF_TOKEN`` the file of ``huggingface-cli login`` is the next, and for ``NGC_API_KEY`` the
     variable ``NVIDIA_API_KEY``, as NeMo-Skills does.
     """
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME", f"{cache}/huggingface")
-    others = {"HF_TOKEN": [f"{home}/token"], "NGC_API_KEY": ["NVIDIA_API_KEY"]}
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    login = os.environ.get("HF_TOKEN_PATH") or f"{home}/token"
+    others = {"HF_TOKEN": [login], "NGC_API_KEY": ["NVIDIA_API_KEY"]}
     return value_from.get(name) or [name, *others.get(name, ())]
 
 
@@ -394,8 +404,10 @@ def profiles_here() -> tuple[Path | None, list[str]]:
     """The env.toml of the current folder, and its profiles.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or is not there, and a variable names it.
     """
     nemotron = importlib.import_module(_OF_PROFILES)
     path = nemotron.find(Path.cwd(), os.environ)
+    if path and not path.is_file():
+        raise ConfigError(f"The variable NEMOTRON_ENV_FILE names {path}, which is no file.")
     return path, nemotron.profiles(read(path)) if path else []

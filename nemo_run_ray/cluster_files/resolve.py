@@ -74,12 +74,13 @@ def resolve(executor: RayExecutor) -> RayExecutor:
         if not is_default:
             raise
     if document is None:
-        if executor.pool or executor.image:
-            raise ConfigError(
-                f"RayExecutor has pool={executor.pool!r} and image={executor.image!r}, and no "
-                "cluster file is named in which they could be found. Give cluster='<name of the "
-                f"file>', or set {FILE_VARIABLES[0]}."
-            )
+        for field in ("pool", "image"):
+            if value := getattr(executor, field):
+                raise ConfigError(
+                    f"RayExecutor.{field} is {value!r}, and no cluster file is named in which it "
+                    "could be found. Give cluster='<name of the file>', or set "
+                    f"{FILE_VARIABLES[0]}."
+                )
         return executor
     if document.ignored:
         keys = ", ".join(ignored.key for ignored in document.ignored)
@@ -124,6 +125,9 @@ def cluster_of(document: Document, pool: str | None = None) -> Cluster:
     address = (document.file.pools[pool].address if pool else None) or part.address
     headers = dict(part.headers)
     if part.token_variable is not None:
+        if any(name.lower() == "authorization" for name in headers):
+            problem = "there is a header Authorization too; expected one of them."
+            raise document.refuse(("cluster", "token_variable"), problem)
         # Saved as it is, and filled from the environment at every connection.
         headers["Authorization"] = f"Bearer ${{{part.token_variable}}}"
     verify = part.verify
@@ -232,11 +236,10 @@ def fields_of(document: Document, pool: str | None = None) -> Json:
     values = {}
     for name, value in given.items():
         try:
+            if name in _NO_DEFAULTS:
+                raise ConfigError("a task, or another section of this file, gives this field.")
             if name not in _DEFAULTS:
-                raise ConfigError(
-                    "this is no field of RayExecutor that this section can give; "
-                    f"{meant(name, _DEFAULTS)}"
-                )
+                raise ConfigError(f"this is no field of RayExecutor; {meant(name, _DEFAULTS)}")
             values[name] = _packager(value) if name == "packager" else value
             RayExecutor(**{name: values[name]})
             if name == "image":

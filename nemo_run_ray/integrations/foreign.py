@@ -10,6 +10,7 @@ from nemo_run_ray.cluster_files.load import Document, Ignored, KeyPath, dotted
 from nemo_run_ray.fields import meant
 
 _T = TypeVar("_T")
+_EXPECTED: dict[type[Any], str] = {str: "a text", dict: "keys with values", list: "a list"}
 
 
 class Translation:
@@ -38,7 +39,7 @@ class Translation:
         if value is None:
             return kind()
         if not isinstance(value, kind):
-            problem = f"expected a {kind.__name__}; found a {type(value).__name__}."
+            problem = f"expected {_EXPECTED[kind]}; found a {type(value).__name__}."
             raise self.document.refuse(path, problem)
         return value
 

@@ -205,7 +205,9 @@ def _put_variables(file: Translation, added_by: KeyPath, environ: Env) -> None:
                 raise file.document.refuse(
                     path, "it is no variable (not shown here); expected NAME, or NAME=value."
                 )
-            if not equals:
+            if equals and not value and is_credential_name(name):
+                file.ignore(path, "The credential is empty.")
+            elif not equals:
                 add(("env", "forward" if key == "env_vars" else "required"), name, path)
             elif _REFERENCE.fullmatch(value) and (secret or is_credential_name(name)):
                 file.append(("secrets",), name, path)

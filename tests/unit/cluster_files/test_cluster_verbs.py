@@ -79,7 +79,7 @@ def test_a_broken_env_toml_leaves_the_other_files(clusters, write, monkeypatch):
     monkeypatch.setenv("NEMOTRON_ENV_FILE", "/nonexistent")
     good, wrong = json.loads(clusters("--json"))
     assert good["kind"] == "cluster file"
-    assert wrong["error"].startswith("The cluster file /nonexistent cannot be read: [Errno 2]")
+    assert wrong["error"] == "The variable NEMOTRON_ENV_FILE names /nonexistent, which is no file."
 
 
 def test_every_value_with_its_line_and_secrets_masked(clusters, write, monkeypatch):

@@ -101,6 +101,15 @@ def test_a_file_without_a_cluster(write, text):
     assert load("team-a").file.pools["b"].address == "http://b"
 
 
+def test_keys_are_texts(write):
+    """Also those that YAML would read as a number or as a boolean."""
+    write("images: {2.54: x}\nenv: {set: {ON: x, NO: y}}\npools: {1: {address: 'http://a'}}\n")
+    file = load("team-a").file
+    assert (*file.images, *file.env.set, *file.pools) == ("2.54", "ON", "NO", "1")
+    write("pools: {a: &a {address: 'http://a'}, b: {<<: *a}}\n", is_whole=True)
+    assert load("team-a").file.pools["b"].address == "http://a"
+
+
 def test_the_docs_example(write):
     page = (ROOT / "docs" / "guides" / "cluster_files.md").read_text()
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
@@ -123,6 +132,7 @@ BAD = {
     "cluster:\n\taddress: x\n": (2, "", "cannot start any token"),
     "cluster:\n  address: a\n  address: b\n": (3, "cluster.address", "first in line 2"),
     "env: {set: {A: x, A: y}}\n": (1, "env.set.A", "given twice, first in line 1"),
+    "on: x\n": (1, "on", "not known"),
     "clusters:\n  address: x\n": (1, "clusters", "did you mean 'cluster'"),
     "cluster:\n  adress: x\n": (2, "cluster.adress", "did you mean 'address'"),
     "pools:\n  gpu:\n    labels: {}\n": (3, "pools.gpu.labels", "did you mean 'label_selector'"),
@@ -137,9 +147,14 @@ BAD = {
     "cluster: x\n": (1, "cluster", "expected keys with values; found a str"),
     "images_as: labels\n": (1, "images_as", "'label', 'image_uri' or 'none'"),
     "preflight:\n  required_labels:\n  - {key: a}\n": (
-        2,
+        3,
         "preflight.required_labels[0].value",
         "this key is missing",
+    ),
+    "preflight:\n  required_labels:\n  - {key: a, value: b, key: c}\n": (
+        3,
+        "preflight.required_labels[0].key",
+        "given twice, first in line 3",
     ),
     "env:\n  set: {U: 'https://${MY_API_KEY}@h'}\n": (2, "env.set.U", "name of a credential"),
     "defaults:\n  runtime_env: {env_vars: {HF_TOKEN: hf_abc}}\n": (
@@ -148,11 +163,12 @@ BAD = {
         "credential",
     ),
     "cluster:\n  token: hf_abc\n": (2, "cluster.token", "name its variable: token_variable"),
-    "env:\n  forward: [A, '*']\n": (2, "env.forward", "your whole environment"),
-    "env:\n  forward: ['?*']\n": (2, "env.forward", "your whole environment"),
-    "env:\n  forward: ['[!0]*']\n": (2, "env.forward", "your whole environment"),
+    "env:\n  forward: [A, '*']\n": (2, "env.forward[1]", "your whole environment"),
+    "env:\n  forward: ['?*']\n": (2, "env.forward[0]", "your whole environment"),
+    "env:\n  forward: ['[!0]*']\n": (2, "env.forward[0]", "your whole environment"),
     "cluster:\n  headers: [hf_abc]\n": (2, "cluster.headers", "found a list"),
     "env: HF_TOKEN=hf_abc\n": (1, "env", "found a str"),
+    "cluster:\n  local: {}\n  token_variable: T\n": (3, "cluster.token_variable", "of its own"),
     "preflight:\n  min_resources: {GPU: -1}\n": (2, "preflight.min_resources.GPU", "than or equal"),
     "preflight:\n  min_resources: {GPU: .nan}\n": (2, "preflight.min_resources.GPU", "finite"),
     "env:\n  set: {HF_TOKEN: hf_abc}\n": (2, "env.set.HF_TOKEN", "only its name into the file"),

@@ -88,6 +88,12 @@ def test_what_is_not_told_is_never_ok(is_strict):
     assert (last.check, last.state) == ("nodes", state)
 
 
+def test_a_cluster_without_a_living_node_is_broken():
+    row = of("nodes", replace(FOUND, nodes=()))
+    assert (row.state, row.message) == (CheckState.BROKEN, "No node lives.")
+    assert row.next_step
+
+
 def test_a_pools_fields_lie_over_the_defaults_and_those_over_the_images_labels():
     file = document(
         defaults={

@@ -107,7 +107,7 @@ def test_an_env_toml_is_no_file_of_skills(tmp_path):
                 ),
                 (
                     "image_label_selectors: {x: y}}",
-                    ": backend.image_label_selectors.x: expected a dict",
+                    ": backend.image_label_selectors.x: expected k",
                 ),
                 ("image_label_key: 3}", " (backend.image_label_key): image_label_key: "),
             )
@@ -235,11 +235,11 @@ def test_a_preflight_checks_only_what_it_requires(read):
     }
     reading = read(
         BACKEND + "preflight: {enabled: false, strict_label_check: false, require_ray_endpoint: "
-        "true, min_cluster_resources: {GPUs: 8, gpu: 9, cpus: 2.5, CPU: 3, mem: 1, TPU: 4}}\n"
+        "true, min_cluster_resources: {GPUs: 8, gpu: 9, cpus: 2.5, CPU: 3, mem: 1, TPU: 4, 1: 2}}\n"
     )
     preflight = reading.values["preflight"]
     assert (preflight["enabled"], preflight["strict"]) == (False, False)
-    assert preflight["min_resources"] == {"GPU": 9, "CPU": 3, "memory": 1, "TPU": 4}
+    assert preflight["min_resources"] == {"GPU": 9, "CPU": 3, "memory": 1, "TPU": 4, "1": 2}
     assert "the dashboard" in _ignored(reading)["preflight.require_ray_endpoint"]
 
 
@@ -276,7 +276,7 @@ def test_variables_of_the_environment_and_with_values(read):
     assert env["required"] == ["TEAM", "HF_TOKEN"]
     assert env["forward"][0] == "MY_URL"
     assert not {"HF_TOKEN", "TEAM", "A"} & set(env["forward"])
-    assert reading.sources["env", "set", "MY_JUDGE_NAME"].endswith(":3 (required_env_vars[1])")
+    assert reading.sources["env", "set", "MY_JUDGE_NAME"].endswith(":5 (required_env_vars[1])")
 
 
 @pytest.mark.parametrize("start", [BACKEND, STAGED])
@@ -300,11 +300,13 @@ def test_some_variables_are_always_forwarded(read, start):
     [
         ({}, "~/.cache/huggingface/token"),
         ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/token"),
+        ({"HF_HOME": "", "XDG_CACHE_HOME": ""}, "~/.cache/huggingface/token"),
         ({"HF_HOME": "/hf", "XDG_CACHE_HOME": "/c"}, "/hf/token"),
+        ({"HF_TOKEN_PATH": "/t", "HF_HOME": "/hf"}, "/t"),
     ],
 )
 def test_hf_token_is_else_the_login_of_the_hub(monkeypatch, environ, path):
-    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -320,6 +322,13 @@ def test_a_credential_may_come_from_another_variable(read, entry, name):
     assert values["secrets"] == [name]
     assert values["env"]["value_from"][name] == ["MY_KEY"]
     assert "hunter2" not in repr(values)
+
+
+def test_an_empty_credential_leaves_that_of_the_environment(read):
+    reading = read(BACKEND + "env_vars: [HF_TOKEN=]\n")
+    assert "HF_TOKEN" not in reading.values["env"]["set"]
+    assert "HF_TOKEN" in reading.values["env"]["forward"]
+    assert _ignored(reading)["env_vars[0]"] == "The credential is empty."
 
 
 def test_keys_that_mean_nothing_on_ray_are_told_once_with_the_reason(read):
