@@ -30,9 +30,9 @@ class LocalPart(_Part):
     num_gpus: int | None = None
     """GPUs that Ray may give away."""
     keep: bool = False
-    """Leave it when its last user is done."""
+    """Keep it running after its last user is done, until `nemo-run-ray down`."""
     idle_timeout_s: float = 600.0
-    """Seconds without a user and a job that runs after which it stops."""
+    """Seconds without a user and without a running job after which it stops."""
 
 
 class SidecarPart(_Part):
@@ -66,7 +66,7 @@ class SlurmPart(_Part):
     identity: str | None = None
     """File of your private key."""
     name: str | None = None
-    """Who names the same shares one; default: the file's name."""
+    """Name of the cluster; users of the same name share it. Default: the file's name."""
     nodes: int = 1
     """Nodes of the allocation."""
     walltime: str | None = None
@@ -92,11 +92,11 @@ class SlurmPart(_Part):
     sbatch: dict[str, str | int | bool] = {}
     """Further options of sbatch, by name."""
     keep: bool = False
-    """Leave it when its last user is done."""
+    """Keep it running after its last user is done, until it is idle for `idle_timeout_s`."""
     idle_timeout_s: int | None = 900
     """Seconds without a job after which it ends."""
     renew: bool = False
-    """Chains go on in another allocation when its walltime is over."""
+    """Continue chains in another allocation when the walltime of this one is over."""
     queue_timeout_s: float | None = None
     """Seconds to wait in Slurm's queue."""
     sidecars: list[SidecarPart] = []
@@ -107,7 +107,7 @@ class ClusterPart(_Part):
     """The place of jobs: a dashboard's address, the embedded Ray, or an allocation of Slurm."""
 
     address: str | None = None
-    """Of Ray's dashboard, as `RayExecutor.address` takes it."""
+    """Address of Ray's dashboard, in the form of `RayExecutor.address`."""
     local: LocalPart | None = None
     """The embedded Ray of this machine, with its fields."""
     slurm: SlurmPart | None = None
@@ -130,9 +130,8 @@ class EnvPart(_Part):
     required: list[str] = []
     """Variables that get your value, and must have one."""
     value_from: dict[str, list[str]] = {}
-    """Where the value of a variable in `forward` or `required` comes from, instead of yours of the
-    same name: the first that is there of these variables of yours, or files with the value (a
-    path has a `/`).
+    """Other places for the value of a variable in `forward` or `required`: names of your variables,
+    or paths (with a `/`) of files that hold the value. The first place that exists is used.
     """
 
 
@@ -154,7 +153,7 @@ class PoolPart(_Part):
     env_vars: _Texts = {}
     """Variables of its tasks."""
     address: str | None = None
-    """Of another dashboard, if these nodes have one."""
+    """Address of another dashboard, if these nodes have one."""
     notes: str = ""
     """For people; `nemo-run-ray clusters` shows it."""
 
@@ -178,7 +177,7 @@ class PreflightPart(_Part):
     strict: bool = False
     """What the cluster does not tell counts as broken."""
     only_required: bool = False
-    """Look at nothing before a start but at what the keys below require."""
+    """Before a start, check only what the keys below require."""
     required_labels: list[LabelPart] = []
     """Labels that a living node must have."""
     min_resources: _Amounts = {}
@@ -209,4 +208,4 @@ class ClusterFile(_Part):
     pools: dict[str, PoolPart] = {}
     """Nodes by kind."""
     preflight: PreflightPart = PreflightPart()
-    """What is looked at before a start."""
+    """Checks before the first job of an experiment is sent."""
