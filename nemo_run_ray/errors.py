@@ -183,7 +183,7 @@ class SourceTooLarge(TransportError): ...
 def install() -> None:
     """Let Python print an error of this package as a paragraph; a second call changes nothing."""
     before = sys.excepthook
-    if before.__module__ == __name__:
+    if getattr(before, "__module__", "") == __name__:
         return
 
     def excepthook(kind: Any, error: Any, frames: Any) -> None:

@@ -43,6 +43,8 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 #: Fields of an executor that users do not set.
 _SET_BY_NEMO_RUN = ("experiment_id", "job_dir", "resource_group", "given_fields")
+#: Words that say which field is meant.
+_TELLING = {"cpu", "gpu", "memory", "node", "label", "image", "port", "secret", "time"}
 #: Fields whose values may be credentials, and are never shown.
 _HIDDEN = ("env_vars", "secrets")
 
@@ -132,9 +134,10 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 def meant(name: object, known: Iterable[str]) -> str:
     """The end of a message about a name that is not known.
 
-    A name with one word of a single known name is taken for that: ``num_gpu``, ``gpus_per_node``.
+    A name with a telling word of a single known name is taken for that: ``num_gpu``,
+    ``gpus_per_node``.
     """
-    words = {word.rstrip("s") for word in str(name).lower().split("_")}
+    words = {word.rstrip("s") for word in str(name).lower().split("_")} & _TELLING
     alike = [one for one in known if words & {word.rstrip("s") for word in one.split("_")}]
     like = nearest(name, known) or (alike[0] if len(alike) == 1 else None)
     return f"did you mean {like!r}?" if like else f"known are {', '.join(known) or 'none'}."
@@ -415,6 +418,9 @@ class _ExecutorFields(Allowed):
 def check_executor(executor: Any) -> None:
     """Check the fields of a RayExecutor, except for the cluster."""
     _ExecutorFields.check("RayExecutor", vars(executor))
+    fixed = [port for port in executor.ports.values() if port]
+    if len(set(fixed)) < len(fixed):
+        refuse("RayExecutor.ports", executor.ports, "a number once, or 0 for a free one")
     check_runtime_env(executor.runtime_env, executor.allow_unknown_runtime_env)
     for field, variables in variables_of(executor).items():
         for name in variables.keys() & executor.secrets:
