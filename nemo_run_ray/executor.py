@@ -94,12 +94,13 @@ class RayExecutor(Executor):
     ready: Optional[Probe] = None
     #: Named ports of the role; 0 is a free one.
     ports: dict[str, int] = field(default_factory=dict)
-    #: A group waits for nodes to join when no node can host it (an autoscaler). Single tasks and
-    #: arrays always wait.
+    #: A group that no node can host waits for nodes (an autoscaler) instead of failing. Tasks and
+    #: arrays never fail for that reason; see ``pending_timeout_s``.
     wait_for_nodes: bool = False
     # The roles' executors, when this is the executor of a whole group; ``merge`` sets it.
     resource_group: list[Any] = field(default_factory=list)
-    #: At most so many of the experiment's jobs at once; ``None`` is what the head's memory allows.
+    #: At most so many of the experiment's jobs, and of an array's elements, at once; ``None`` is
+    #: what the head's memory allows.
     max_in_flight: Optional[int] = None
     #: Seconds after which a job that was not placed is given up. With ``None``, what a dispatcher
     #: submits waits for ever, and other jobs for as long as Ray lets them (900 s).
@@ -111,11 +112,12 @@ class RayExecutor(Executor):
     #: Seconds from SIGTERM to SIGKILL.
     grace_s: float = 10
     #: Jobs that must have succeeded before: handles of Ray jobs, or titles or ids of experiments,
-    #: for all of their jobs; of a title it is the newest experiment.
+    #: for all of their jobs; a title means its newest experiment.
     dependencies: list[str] = field(default_factory=list)
     #: Leave the run directory on the node.
     keep_run_dir: bool = False
-    #: The cluster's interpreter; ``None`` takes the first that serves.
+    #: The cluster's interpreter; ``None`` is a Python 3.9 or newer of the node: its ``python3``,
+    #: its ``python``, or that of Ray.
     python: Optional[str] = None
     #: ``"login"`` starts the command, word by word, from a login shell: its profile sets ``PATH``.
     entrypoint_shell: Optional[str] = None
@@ -332,13 +334,16 @@ class RayExecutor(Executor):
 
 def cluster_of_roles(executors: Sequence[RayExecutor]) -> Cluster:
     """The cluster that all roles of a group have."""
-    cluster, *others = (executor.resolve_cluster() for executor in executors)
-    for other in others:
+    first = executors[0]
+    cluster = first.resolve_cluster()
+    for number, executor in enumerate(executors):
+        other = executor.resolve_cluster()
         if cluster.record() != other.record():
             raise ConfigError(
-                f"The roles of a group have different clusters: {cluster!r} and {other!r}. A group "
-                "is placed on one cluster; give all of its executors the same RayExecutor.cluster "
-                "or address, and pools of a cluster file that have no address of their own."
+                f"The roles {first.role or '0'!r} and {executor.role or str(number)!r} of a group "
+                f"have different clusters: {cluster!r} and {other!r}. A group is placed on one "
+                "cluster; give all of its executors the same RayExecutor.cluster or address, and "
+                "pools of a cluster file that have no address of their own."
             )
     return cluster
 

@@ -153,7 +153,7 @@ def test_a_group_gets_the_file_s_defaults(write):
     roles = [RayExecutor(cluster="team-a", pool="gpu"), RayExecutor(cluster="team-a")]
     merged = RayExecutor.merge(roles, 2)
     assert merged.retries == 1
-    with pytest.raises(ConfigError, match="have different clusters"):
+    with pytest.raises(ConfigError, match="roles '0' and '1' of a group have different clusters"):
         RayExecutor.merge([roles[0], RayExecutor(cluster="team-a", pool="other")], 2)
     assert merged.resolve_cluster() == ExistingCluster("http://head:8265")
     assert [role.label_selector for role in merged.resolved().resource_group] == [
