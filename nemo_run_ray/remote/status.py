@@ -131,13 +131,18 @@ class Reason(str, Enum):
     )
     CLUSTER_GONE = (
         "its cluster is gone",
-        "Run it again: what it had written to other places is still there.",
+        "Run it again. What it wrote outside of the cluster, such as checkpoints on shared "
+        "storage, is not lost.",
     )
     UNREACHABLE = (
         "its cluster cannot be reached",
         "Nothing is lost while the cluster lives: look again when it answers.",
     )
-    OTHER = "see Ray's message", "Ray's message above is all that is known."
+    OTHER = (
+        "see Ray's message",
+        "Ray gave no reason but its message above. The job's log may say more: "
+        "`nemo-run-ray logs {job}`.",
+    )
 
     @property
     def is_trouble(self) -> bool:
