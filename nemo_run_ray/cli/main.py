@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import webbrowser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +29,6 @@ from nemo_run.core.frontend.console.api import CONSOLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 from typer import Argument, Context, Exit, Option, Typer
 
@@ -35,7 +36,14 @@ from nemo_run_ray import clusters as kinds
 from nemo_run_ray.cli.status_report import StatusReport, experiment_rows, observe, page
 from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster
 from nemo_run_ray.dashboard.jobs import JobsApi, inspect
-from nemo_run_ray.errors import ClusterError, ConfigError, JobError, NemoRunRayError, shown
+from nemo_run_ray.errors import (
+    VARIABLE,
+    ClusterError,
+    ConfigError,
+    JobError,
+    NemoRunRayError,
+    shown,
+)
 from nemo_run_ray.experiment.dispatch import tend
 from nemo_run_ray.experiment.job import (
     Element,
@@ -64,31 +72,29 @@ if TYPE_CHECKING:
 class _Plain(Console):
     """Prints words as they are: they come from clusters and files, and are no markup of ours."""
 
+    def __init__(self, width: int | None = None) -> None:
+        super().__init__(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
     def render(self, *what: Any) -> Iterable[Segment]:
         for segment in super().render(*what):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
 
 
-#: The console of all verbs; logs and JSON are printed without it. But for a terminal, a row of a
-#: table is one line, however long, so that ``grep`` finds it.
-out = _Plain(
-    width=None if sys.stdout.isatty() else 100_000,
-    soft_wrap=True,
-    highlight=False,
-    markup=False,
-    emoji=False,
-)
+#: The console of all verbs; logs and JSON are printed without it. A row of a table is one line,
+#: however long: nothing in it is cut, and ``grep`` finds it.
+out = _Plain(width=100_000)
 
 
 def show(rows: Sequence[Json], columns: Sequence[str], as_json: bool = False) -> None:
-    """Print rows: as JSON, or as a table."""
+    """Print rows: as JSON, or one line for each."""
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(*(name.replace("_", " ") for name in columns), box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(_cell(row[name]) for name in columns))
-    out.print(table)
+    lines = [[name.replace("_", " ") for name in columns]]
+    lines += [[_cell(row[name]) for name in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print(shown("  ".join(map(str.ljust, line, widths)).rstrip()))
 
 
 def _cell(value: object) -> str:
@@ -100,8 +106,12 @@ def _cell(value: object) -> str:
 
 
 def _complete(incomplete: str) -> list[str]:
-    """Titles and ids of experiments that begin so."""
-    names = {name for folder in experiments() for name in (folder.parent.name, folder.name)}
+    """Titles and ids of experiments, and ids of their jobs, that begin so."""
+    names: set[str] = set()
+    for folder in experiments():
+        names |= {folder.parent.name, folder.name}
+        if incomplete.startswith(folder.name):
+            names |= set(store_of(folder).ledger.jobs())
     return sorted(name for name in names if name.startswith(incomplete))
 
 
@@ -157,7 +167,7 @@ def status(
         # A table that follows is cut at the terminal's width, so the last one is printed once more.
         reports = _reports(jobs, report)
         try:
-            with Live(console=out, auto_refresh=False, transient=True) as live:
+            with Live(console=_Plain(), auto_refresh=False, transient=True) as live:
                 for report in reports:
                     live.update(report.table(time.time()), refresh=True)
         finally:
@@ -197,8 +207,8 @@ def wait(
         float | None, Option(help="Seconds to wait; exit code 124 after them.", min=0)
     ] = None,
 ) -> None:
-    """Wait until jobs have ended. Exit code: 0 if all have succeeded, else that of the first of
-    FAILED (3), LOST (4) and CANCELLED (6) that occurred.
+    """Wait until jobs have ended. Exit code: 0 if all have succeeded, else the smallest of
+    FAILED (3), LOST (4) and CANCELLED (6).
     """
     deadline = math.inf if timeout is None else monotonic() + timeout
     jobs = [job for name in names for job in _jobs(name)]
@@ -228,7 +238,7 @@ def wait(
 def timeline(
     experiment: Experiment,
     output: Annotated[
-        Path | None, Option("--output", "-o", help="The file; without it <title>.html.")
+        Path | None, Option("--output", "-o", help="The file; by default TITLE.html.")
     ] = None,
 ) -> None:
     """Write a page that shows when each job of an experiment waited, ran and ended."""
@@ -402,7 +412,7 @@ def up(
     num_gpus: Annotated[int | None, Option(help="GPUs that Ray may give away.")] = None,
     cluster: ClusterFile = None,
 ) -> None:
-    """Start the embedded Ray, or an allocation of Slurm, and keep it."""
+    """Start the embedded Ray, or a cluster in an allocation of Slurm, and keep it until `down`."""
     given = (("num_cpus", num_cpus), ("num_gpus", num_gpus))
     size: Json = {name: value for name, value in given if value is not None}
     found = cluster_of_ours(cluster)
@@ -423,7 +433,9 @@ def down(
     force: Annotated[bool, Option("--force", help="Cancel the jobs that run on it first.")] = False,
     cluster: ClusterFile = None,
 ) -> None:
-    """Stop such a cluster, when its jobs have ended; how they ended is noted first."""
+    """Stop such a cluster; refused while jobs run, unless they are cancelled (--force).
+    How they ended is noted first.
+    """
     found = cluster_of_ours(cluster)
     dashboard = found.find()
     archive = None
@@ -685,10 +697,14 @@ def ns(context: Context) -> None:
     commands = entry_points(group="console_scripts", name="ns")
     command = next((one for one in commands if one.value.startswith("nemo_skills.")), None)
     if command is None:
-        raise ConfigError(
+        problem = (
             "NeMo-Skills, whose command `ns` this would run, is not installed beside nemo_run_ray "
             f"({sys.executable}). Install it there, from its source."
         )
+        if context.args not in ([], ["--help"]):
+            raise ConfigError(problem)
+        out.print(context.get_help(), problem, sep="")
+        return
     patches.apply("skills_executor")
     app = command.load()
     sys.argv = ["ns", *context.args]
@@ -705,6 +721,8 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(verb)
     def run(*args: Any, **kwargs: Any) -> None:
         before, CONSOLE.stderr = CONSOLE.stderr, True
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not show every character
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             verb(*args, **kwargs)
             sys.stdout.flush()
@@ -713,6 +731,8 @@ def guarded(verb: Callable[..., Any]) -> Callable[..., Any]:
         except BrokenPipeError:  # of `| head`, which typer ends quietly
             raise
         except (NemoRunRayError, OSError) as error:
+            if os.environ.get(VARIABLE):
+                traceback.print_exc()
             print(f"nemo-run-ray: {error}", file=sys.stderr)
             raise Exit(1) from error
         finally:

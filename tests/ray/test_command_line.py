@@ -69,6 +69,8 @@ def test_names_are_completed(mixed):
         return tool("nemo-run-ray", env={**os.environ, **env}).stdout
 
     assert title in completed(f"nemo-run-ray status {title[:3]}")
+    (job, _) = json.loads(tool("nemo-run-ray", "status", title, "--json").stdout)
+    assert job["id"] in completed(f"nemo-run-ray status {job['id'][:-1]}")
     assert "good" in completed(f"nemo-run-ray logs {title} --job g")
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -347,6 +348,9 @@ def test_ns_needs_nemo_skills():
     assert done.returncode == 1
     assert done.stderr.startswith("nemo-run-ray: NeMo-Skills")
     assert "Traceback" not in done.stderr
+    for words in ([], ["--help"]):
+        explained = tool("nemo-run-ray", "ns", *words).stdout
+        assert re.search(r"Usage: .* ns COMMAND.*Run a command of.*its source", explained, re.S)
 
 
 def test_slurms_words_are_understood_by_bash(of_skills):
