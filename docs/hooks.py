@@ -7,6 +7,7 @@ name returns, and ``{{module:NAME}}`` the value of that constant. No page can di
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import inspect
 import re
@@ -124,7 +125,7 @@ def commands() -> str:
                 *(a.name.upper() if a.required else f"[{a.name.upper()}]" for a in arguments),
             ]
         )
-        parts.append(f"## {name}\n\n`{usage}`\n\n{command.help}\n")
+        parts.append(f"## {name}\n\n`{usage}`\n\n{_escape(command.help)}\n")
         options = [
             (", ".join(f"`{opt}`" for opt in param.opts), param.help or "")
             for param in command.params
@@ -214,8 +215,16 @@ def _members(module: Any, name: str) -> list[tuple[str, str]]:
     ]
 
 
+def _escape(text: str) -> str:
+    """``<`` and ``>`` outside of code spans are no HTML."""
+    return re.sub(
+        r"(`+).*?\1|[<>]", lambda match: match[0] if match[1] else html.escape(match[0]), text
+    )
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(
-        " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in lines
+        " | ".join(_escape(" ".join(cell.split())).replace("|", "\\|") for cell in row)
+        for row in lines
     )

@@ -64,6 +64,13 @@ def test_a_page_opens(site, tab, page):
 
 
 @needs_chromium
+def test_what_follows_the_generated_text_is_shown(site, tab):
+    tab.open(f"{site[1]}/reference/cli.html")
+    cells = "[...document.querySelectorAll('#exit-codes ~ * td')].map((cell) => cell.innerText)"
+    tab.wait_for(f"{cells}.includes('130')")
+
+
+@needs_chromium
 def test_the_search_finds_a_field(site, tab):
     tab.open(f"{site[1]}/index.html")
     tab.wait_for("document.querySelector('.md-search__input') !== null")
