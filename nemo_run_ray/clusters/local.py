@@ -78,7 +78,7 @@ MARKER = ".nemo_run_ray"
 #: Variables of a cluster in which this program may run itself.
 _OF_ANOTHER = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_API_SERVER_ADDRESS"}
 _OF_ANOTHER |= {DASHBOARD, LIFE, RUN, ENDS_AT, LASTS_S, RENEWS}
-_START_LIMIT_S = 120.0
+_START_LIMIT_S, _LOCK_LIMIT_S = 120.0, 180.0
 #: A raylet gives its agents 15 s to start, whatever its options are (Ray 2.60), and on a busy
 #: machine they may need longer: a start that fails after more seconds than these is tried again.
 _SLOW_S, _STARTS = 10.0, 3
@@ -157,8 +157,8 @@ class LocalCluster(Cluster):
                 self._remove_dead()
                 kept = "" if self.keep else " `nemo-run-ray up` keeps it between runs."
                 CONSOLE.log(f"Starting an embedded Ray on this machine (about 10 s) …{kept}")
-                state = self._start()
-            elif (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
+                return self._dashboard(self._start())
+            if (self.num_cpus, self.num_gpus) not in ((None, None), tuple(state.size)):
                 cpus, gpus = ("all" if size is None else size for size in state.size)
                 CONSOLE.log(
                     f"The embedded Ray is up already, with {cpus} CPUs and {gpus} GPUs of this "
@@ -220,7 +220,7 @@ class LocalCluster(Cluster):
         )
 
     def _start(self, tries: int = _STARTS) -> LocalState:
-        """Start Ray and wait until a node has joined it. The lock is held."""
+        """Start Ray, wait until a node has joined it, and join it too. The lock is held."""
         began = monotonic()
         folder = tempfile.gettempdir()
         # Linux limits the name of a Unix socket to 107 bytes; Ray puts up to 75 behind its folder,
@@ -267,6 +267,7 @@ class LocalCluster(Cluster):
             state.pid, state.born = process.pid, process_identity(process.pid)
             self._write(state)
             self._await_node(state)
+            self._join(state)
             # This ends the Ray when it is idle, and ends with it, by its environment.
             _detached(
                 'exec "$@"',
@@ -295,14 +296,14 @@ class LocalCluster(Cluster):
             if monotonic() >= deadline:
                 raise ClusterError(
                     f"No node joined the embedded Ray at {state.url} within {_START_LIMIT_S:.0f} "
-                    f"s{log_end(f'{self._log}')}"
+                    f"s{log_end(self._log)}"
                 )
             time.sleep(0.1)
         code = os.waitstatus_to_exitcode(os.waitpid(state.pid, 0)[1])
         raise ClusterError(
             f"The embedded Ray did not start: `ray start` ended with exit code {code}. Correct "
             "what its log names, or give RayExecutor the address of a cluster"
-            f"{log_end(f'{self._log}')}"
+            f"{log_end(self._log)}"
         )
 
     @contextmanager
@@ -331,11 +332,14 @@ class LocalCluster(Cluster):
             try:
                 lock.acquire(timeout=1.0)
             except Timeout:
-                CONSOLE.log(
-                    "Another process is starting or stopping the embedded Ray (it holds "
-                    f"{lock.lock_file}); waiting …"
-                )
-                lock.acquire()
+                CONSOLE.log("Another process is starting or stopping the embedded Ray; waiting …")
+                try:
+                    lock.acquire(timeout=_LOCK_LIMIT_S)
+                except Timeout as error:
+                    raise ClusterError(
+                        "Another process has been starting or stopping the embedded Ray for "
+                        f"{_LOCK_LIMIT_S:.0f} s (lock {lock.lock_file}); end it or wait for it."
+                    ) from error
         try:
             yield
         finally:
@@ -353,9 +357,12 @@ class LocalCluster(Cluster):
             self._stop(state)
 
     def _read_any(self) -> LocalState | None:
-        # Without a file, or with another version's, no process has joined one.
+        # Without a file, or with another program's, no process has joined one.
         with self._usable(), suppress(FileNotFoundError, ValueError, TypeError):
-            return LocalState(**json.loads((self._path / "state.json").read_text(encoding="utf-8")))
+            given = dict(json.loads((self._path / "state.json").read_text(encoding="utf-8")))
+            # Another version of this package may have written it.
+            known = LocalState.__dataclass_fields__
+            return LocalState(**{name: value for name, value in given.items() if name in known})
         return None
 
     def _write(self, state: LocalState) -> None:
@@ -411,7 +418,7 @@ class LocalCluster(Cluster):
         """Note that this process uses the cluster, until its end."""
         me = [os.getpid(), process_identity(os.getpid())]
         if me not in state.users:
-            atexit.register(self.stop_unused, os.getpid())
+            atexit.register(self._leave, os.getpid())
         state.users = [user for user in state.users if is_running(*user) and user != me] + [me]
         state.keep = state.keep or self.keep
         self._write(state)
@@ -461,15 +468,14 @@ class LocalCluster(Cluster):
         self._token.unlink(missing_ok=True)
         (self._path / "state.json").unlink(missing_ok=True)
 
-    def stop_unused(self, owner: int = 0) -> None:
-        """Stop it, unless somebody else uses it, keeps it or runs a job on it.
+    def _leave(self, pid: int) -> None:
+        """Stop it if it is unused, as the exit handler of a process, which its forks run too."""
+        if pid == os.getpid():
+            self.stop_unused()
 
-        Args:
-            owner: the process whose exit handler this is; its forks have the same handlers.
-        """
+    def stop_unused(self) -> None:
+        """Stop it, unless somebody else uses it, keeps it or runs a job on it."""
         pid = os.getpid()
-        if owner not in (0, pid):
-            return
         with self._locked():
             state = self._read()
             if state is None:
@@ -501,7 +507,6 @@ def _logs_in(folder: Path) -> Callable[[str], Path | None]:
 
 def _died(state: LocalState, its_log: Path) -> str:
     """Say that it has died, as the end of a sentence."""
-    return (
-        f"the embedded Ray at {state.url} has died: its process {state.pid} is gone; "
-        f"the machine's out-of-memory killer may have ended it{log_end(f'{its_log}')}"
-    )
+    end = log_end(its_log)
+    guess = "" if "\n    | " in end else "; the machine's out-of-memory killer may have ended it"
+    return f"the embedded Ray at {state.url} has died: its process {state.pid} is gone{guess}{end}"

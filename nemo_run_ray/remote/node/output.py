@@ -45,7 +45,7 @@ def copy_end(path: str, to: str, most_bytes: int) -> None:
     shutil.copystat(path, to)  # its time says when the job was seen last
 
 
-def log_end(path: str) -> str:
+def log_end(path: str | os.PathLike[str]) -> str:
     """The last lines of a log as the end of a sentence, each behind ``| ``; empty without a log."""
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - 8192, 0))
@@ -53,6 +53,8 @@ def log_end(path: str) -> str:
         # `ray start` says how to use Ray, which says nothing of an end.
         text = re.sub(r".*[ \t](INFO|SUCC) \w+\.py:\d+ -- .*", "", text)
         lines = [line.rstrip() for line in text.split("\n") if line.strip()][-12:]
+        if not lines:
+            return f". Its log is {path}"
         return "\n    | ".join([f". Its log, {path}, ends with:", *lines])
     return ""
 

@@ -56,6 +56,13 @@ def test_a_pid_that_somebody_else_has_now(home):
     assert home._read() is None
 
 
+def test_another_version_finds_it_by_its_state(home):
+    home._write(_me())
+    path = home._path / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "detached": True}))
+    assert home._read() == _me()
+
+
 def test_the_token_is_private_and_new_each_time(home):
     before = os.umask(0)
     try:
@@ -128,6 +135,12 @@ def test_stopping_removes_what_a_killed_cluster_left(tmp_path, child, is_made_by
 def test_a_log_of_another_user_is_named_with_its_folder(home):
     home._log.mkdir()  # cannot be written to either
     with pytest.raises(ConfigError, match="cannot use its folder"):
+        home.connect()
+
+
+def test_who_holds_the_lock_for_too_long_is_named(home, monkeypatch):
+    monkeypatch.setattr(local, "_LOCK_LIMIT_S", 0.1)
+    with home._locked(), pytest.raises(ClusterError, match=r"(?s)for 0 s \(lock .*lock\); end it"):
         home.connect()
 
 
@@ -244,6 +257,11 @@ def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path, monkeypatch)
         assert "has died: its process" in before.reason
         assert before.log("x_1.job") == log
         assert home.archive("").reason == before.reason, "whatever its session is"
+        assert "out-of-memory" not in before.reason
+        home._log.write_text("2026-11-22 10:00:00,000\tINFO scripts.py:989 -- To use Ray …\n")
+        guess = "gone; the machine's out-of-memory killer may have ended it. Its log is"
+        assert f"{guess} {home._log}" in home.archive("").reason
+        home._log.write_text("gcs_server [exit code=-9]\n")
         home._remove_dead()
     home._log.write_text("of the next one\n")
     wait_for(lambda: not (tmp_path / "nray-1").exists())
