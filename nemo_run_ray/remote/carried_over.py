@@ -79,7 +79,8 @@ def rows_before(allocation: str, run: str) -> JobRows:
                 table, written_at = file.read(), os.fstat(file.fileno()).st_mtime
             why = ""
             if "end.json" in files:
-                with open(f"{folder}/end.json", encoding="utf-8") as file:
+                end = f"{folder}/end.json"
+                with suppress(ValueError, KeyError), open(end, encoding="utf-8") as file:
                     why = json.load(file)["why"]
             kept: set[str] = set().union(*kept_dispatches(allocation).values())
             return rows_of(table, kept, written_at, why)

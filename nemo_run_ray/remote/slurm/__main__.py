@@ -37,8 +37,9 @@ def main() -> int:
     failed = failure(settings, end.text)
     if settings.rank == 0:
         return folder.publish_end(failed).code
-    report = NodeReport(host=settings.host, failed=failed.why, left=True)
-    folder.write(f"nodes/{settings.rank}.json", report)
+    name = f"nodes/{settings.rank}.json"
+    report = folder.read(name, NodeReport) or NodeReport(host=settings.host)
+    folder.write(name, report._replace(failed=report.failed or failed.why, left=True))
     return 0
 
 

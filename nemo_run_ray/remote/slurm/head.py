@@ -253,8 +253,9 @@ def decide(head: Head, elapsed_s: float) -> tuple[str, str]:
         return "", ""
     absent = [settings.hosts[rank] for rank in range(settings.nodes) if rank not in reports]
     if elapsed_s >= settings.share_limit_s and too_few(absent):
+        more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
         return "", (
-            f"{', '.join(absent[:_LISTED])} has not written into {settings.run} within "
+            f"{', '.join(absent[:_LISTED])}{more} has not written into {settings.run} within "
             f"{settings.share_limit_s:g} s, which node {settings.host} sees. Either that folder is "
             "not on a file system that all nodes share, or the step has not begun there"
         )

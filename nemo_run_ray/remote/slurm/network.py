@@ -48,9 +48,9 @@ def head_address(host: str, interface: str) -> str:
             answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
             return socket.inet_ntoa(answer[20:24])
     except OSError as error:
+        way = f"network interface {interface!r}" if interface else "name or the way to others"
         raise CannotContinue(
-            f"node {host} has no IPv4 address for the head, by its "
-            f"{interface or 'name or on the way to other networks'} ({error}). "
+            f"node {host} has no IPv4 address for the head by its {way} ({error}). "
             "NEMO_RUN_RAY_INTERFACE names the interface to use"
         ) from error
 
@@ -81,8 +81,8 @@ def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> dict[st
     for name, port in wanted.items():
         if not name.endswith("WORKER_PORT") and not can_bind(port):
             raise CannotContinue(
-                f"{name}={port} is taken on node {socket.gethostname()}, or no port. Set another "
-                "port, or leave the variable out: then a free one is used"
+                f"{name}={port} is taken on node {socket.gethostname()}. Set another port, or "
+                "leave the variable out: then a free one is used"
             )
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         end = min(int(file.read().split()[0]), _END)
@@ -97,9 +97,13 @@ def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> dict[st
         raise CannotContinue(
             f"no block of ports from {start} to {end - 1} is free on node {socket.gethostname()}"
         )
-    # Where the user sets the first one alone, as many follow it.
-    low = wanted.get("MIN_WORKER_PORT", first + _SERVICES)
-    chosen = {"MIN_WORKER_PORT": low, "MAX_WORKER_PORT": low + _BLOCK - _SERVICES - 1, **wanted}
+    workers = {"MIN_WORKER_PORT": first + _SERVICES, "MAX_WORKER_PORT": first + _BLOCK - 1}
+    # Where the user sets one of them alone: as many as NeMo-Run's.
+    if "MIN_WORKER_PORT" in wanted:
+        workers["MAX_WORKER_PORT"] = min(wanted["MIN_WORKER_PORT"] + 256, 65535)
+    elif "MAX_WORKER_PORT" in wanted:
+        workers["MIN_WORKER_PORT"] = max(wanted["MAX_WORKER_PORT"] - 256, 1)
+    chosen = {**workers, **wanted}
     for number, name in enumerate(names):
         if name not in chosen:
             port = _EXPECTED.get(name, 0)
@@ -111,7 +115,7 @@ def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> dict[st
 
 def can_bind(port: int, address: str = "") -> bool:
     """Whether a server may listen on a port of this machine; 0 asks for the address alone."""
-    with suppress(OSError, OverflowError), socket.socket() as probe:
+    with suppress(OSError), socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Ray's servers do
         probe.bind((address, port))
         return True

@@ -149,7 +149,9 @@ class NodeProgram(ABC):
             # The newest first, of long ones the end. Slurm ends this program soon.
             deadline = monotonic() + 12.0
             paths = glob.glob(f"{self.settings.temp_dir}/session_2*/logs/job-driver-*.log")
-            for path in sorted(paths, key=os.path.getmtime, reverse=True):
+            with suppress(OSError):  # one is removed meanwhile
+                paths.sort(key=os.path.getmtime, reverse=True)
+            for path in paths:
                 with suppress(OSError):
                     if monotonic() < deadline:
                         kept = f"{self.settings.run}/{JOB_LOGS}/{os.path.basename(path)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from typing import Any, Iterator, Mapping, NamedTuple
 
 from ..files import LIFE, RUN, own_folder
@@ -80,15 +81,16 @@ class Settings:
         #: CPUs that Ray may give away here, and NeMo-Run's resource: this node's GPUs, or 1. Steps
         #: without GPUs of their own see those of the job.
         self.cpus = _number(env, "SLURM_CPUS_ON_NODE")
+        gpus = env.get("SLURM_GPUS_ON_NODE", "")
         seen = re.findall("[^, ]+", env.get("CUDA_VISIBLE_DEVICES", ""))
-        self.worker_units = _number(env, "SLURM_GPUS_ON_NODE") or len(seen) or 1
+        self.worker_units = (int(gpus) if gpus.isdigit() else len(seen)) or 1
         #: Ray's folder on the node; short, since Linux limits the names of the sockets inside. It
         #: lies in a folder of this user alone: Ray lets everybody write into its own.
         own = f"/tmp/nrr-{os.getuid()}-{self.job}"
         self.temp_dir = env.get("RAY_TEMP_DIR") or own_folder(own) + "/r"
         #: Ports that the user has set, by variable.
         names = (*HEAD_PORTS, *NODE_PORTS)
-        self.ports = {name: _number(env, name) for name in names if env.get(name)}
+        self.ports = {name: _port(env, name) for name in names if env.get(name)}
         #: With that many workers the cluster is ready.
         self.min_workers: int = min(
             _number(env, "NEMO_RUN_RAY_MIN_WORKERS", self.nodes), self.nodes - 1
@@ -124,6 +126,13 @@ def _number(env: Env, name: str, default: int | None = None) -> Any:
     return int(text) if text else default
 
 
+def _port(env: Env, name: str) -> int:
+    with suppress(ValueError):
+        if 1 <= int(env[name]) <= 65535:
+            return int(env[name])
+    raise CannotContinue(f"{name} is {env[name]!r}; expected is a port from 1 to 65535")
+
+
 def _sidecars(env: Env) -> Iterator[SidecarSpec]:
     """The sandbox of NeMo-RL's ``ray.sub``, a server on every node, and the client's sidecars.
 
@@ -132,7 +141,8 @@ def _sidecars(env: Env) -> Iterator[SidecarSpec]:
     """
     command = env.get("SANDBOX_COMMAND", "")
     if command:
-        port = _number(env, "NEMO_SKILLS_SANDBOX_PORT", 6000)
+        name = "NEMO_SKILLS_SANDBOX_PORT"
+        port = _port(env, name) if env.get(name) else 6000
         variables = {
             **dict(re.findall("([^,= ]+)=([^,]*)", env.get("SANDBOX_ENV_VARS", ""))),
             "NGINX_PORT": str(port),

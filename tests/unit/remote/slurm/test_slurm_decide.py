@@ -70,6 +70,12 @@ def test_a_node_that_writes_nothing_is_named_after_a_minute():
     assert "n2 has not written into /run within 60 s, which node n1 sees" in why
 
 
+def test_of_many_absent_nodes_some_are_named():
+    hosts = [f"n{number}" for number in range(1, 21)]
+    why = _decide({"reports": {0: _REPORTS[0]}}, 60, nodes=20, hosts=hosts)[1]
+    assert "n9 and 11 more has not written" in why
+
+
 _TWO_ALIVE = {"alive": {"10.0.0.0", "10.0.0.1"}}
 _FAILED = {"reports": {**_REPORTS, 2: _REPORTS[2]._replace(failed="node n3 (rank 2): no Ray here")}}
 _DEAD = {"dead": {2}}

@@ -30,8 +30,18 @@ def test_no_port_is_one_that_the_kernel_gives_to_connections(monkeypatch, kernel
         assert last - first > 900
 
 
-def test_the_first_of_the_workers_ports_may_be_set_alone():
-    assert choose_ports({"MIN_WORKER_PORT": 54001}, False, 7)["MAX_WORKER_PORT"] > 54900
+@pytest.mark.parametrize(
+    ("given", "port", "chosen", "expected"),
+    [
+        ("MIN_WORKER_PORT", 54001, "MAX_WORKER_PORT", 54257),
+        ("MIN_WORKER_PORT", 65500, "MAX_WORKER_PORT", 65535),
+        ("MAX_WORKER_PORT", 2000, "MIN_WORKER_PORT", 1744),
+        ("MAX_WORKER_PORT", 100, "MIN_WORKER_PORT", 1),
+    ],
+)
+def test_one_end_of_the_workers_ports_may_be_set_alone(given, port, chosen, expected):
+    ports = choose_ports({given: port}, False, 7)
+    assert (ports[given], ports[chosen]) == (port, expected)
 
 
 def test_two_clusters_on_a_node_do_not_meet():
@@ -59,7 +69,6 @@ def test_a_port_that_is_set_and_taken_is_named():
 def test_the_head_has_an_address_of_its_own_that_its_name_or_a_named_interface_has(monkeypatch):
     assert network.can_bind(0, "127.0.0.1")
     assert not network.can_bind(0, "203.0.113.7")
-    assert not network.can_bind(70000)
     monkeypatch.setattr(network, "can_bind", lambda _, address: address == "10.1.0.1")
     found = ["127.0.1.1", "203.0.113.7", "10.1.0.1"]
     monkeypatch.setattr(network.socket, "gethostbyname_ex", lambda _: ("n1", [], found))
@@ -68,8 +77,8 @@ def test_the_head_has_an_address_of_its_own_that_its_name_or_a_named_interface_h
     found.pop()
     assert head_address("n1", "") == "127.0.0.1", "the way to others"
     assert head_address("n1", "lo") == "127.0.0.1"
-    with pytest.raises(CannotContinue, match=r"node n1 has no IPv4 address .*by its ib0"):
+    with pytest.raises(CannotContinue, match=r"node n1 has no IPv4 address .*interface 'ib0'"):
         head_address("n1", "ib0")
     monkeypatch.setattr(network, "_ELSEWHERE", "::1")
-    with pytest.raises(CannotContinue, match="by its name or on the way to other networks"):
+    with pytest.raises(CannotContinue, match="by its name or the way to others"):
         head_address("n1", "")

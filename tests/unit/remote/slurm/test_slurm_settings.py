@@ -40,6 +40,11 @@ def test_a_node_of_twelve():
     assert _read(RAY_TEMP_DIR="").temp_dir == found.temp_dir
 
 
+def test_a_count_of_gpus_that_is_no_number_is_not_believed():
+    found = _read(SLURM_GPUS_ON_NODE="gpu:2", CUDA_VISIBLE_DEVICES="0,1, 2")
+    assert found.worker_units == 3
+
+
 def test_ports_and_choices_of_the_user():
     found = _read(
         NODE_MANAGER_PORT="53001",
@@ -59,7 +64,10 @@ def test_ports_and_choices_of_the_user():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"PORT": "six"}, "PORT is 'six'; expected is a whole number"),
+        ({"PORT": "six"}, "PORT is 'six'; expected is a port from 1 to 65535"),
+        ({"PORT": "0"}, "PORT is '0'; expected is a port"),
+        ({"PORT": " "}, "PORT is ' '; expected is a port"),
+        ({"DASHBOARD_PORT": "70000"}, "DASHBOARD_PORT is '70000'; expected is a port"),
         ({"NEMO_RUN_RAY_MIN_WORKERS": "-1"}, "NEMO_RUN_RAY_MIN_WORKERS is '-1'"),
         ({"SLURM_PROCID": ""}, "started by `srun`"),
         ({"NEMO_RUN_RAY_RUN": ""}, "started by `srun`"),
