@@ -39,9 +39,9 @@ class ExistingCluster(Cluster):
 
     kind: ClassVar[str] = "existing"
 
-    #: ``http(s)://host[:port][/prefix]``. ``ray://host:port`` and ``host:port``, where the
-    #: dashboard does not listen, are read as ``http://host:8265``. ``"auto"`` is the address in
-    #: RAY_API_SERVER_ADDRESS or RAY_ADDRESS, and without one ``http://127.0.0.1:8265``.
+    #: ``http(s)://host[:port][/prefix]``. ``host:PORT`` is ``http://host:PORT``; ``ray://…``,
+    #: ``host:6379`` and ``host:10001`` are read as ``http://host:8265``. ``"auto"`` is the address
+    #: in RAY_API_SERVER_ADDRESS or RAY_ADDRESS, and without one ``http://127.0.0.1:8265``.
     url: str
     _: KW_ONLY
     #: Ray's token. Kept in this process only: what is saved is its fingerprint, and in another

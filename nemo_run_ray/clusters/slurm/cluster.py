@@ -76,7 +76,8 @@ class SlurmCluster(Cluster):
     walltime: str | None = None
     #: Commands that run beside Ray on the nodes.
     sidecars: list[Sidecar] = field(default_factory=list)
-    #: Leave it when its last user is done; ``nemo-run-ray down --cluster`` ends it.
+    #: Leave it when its last user is done, until ``idle_timeout_s``;
+    #: ``nemo-run-ray down --cluster`` ends it.
     keep: bool = False
     #: Seconds without a job after which it ends; ``None`` is never before its walltime.
     idle_timeout_s: int | None = 900
@@ -305,33 +306,36 @@ class BringUp:
             CONSOLE.log(as_markup(text))
 
     def _step(self, newest: SlurmAllocation | None) -> SlurmAllocation | None:
-        name, number = self.cluster.name, 1
-        is_over = newest is None or self._passes_over(newest)
-        if newest is not None:
-            number = newest.number + is_over
-            if is_over and newest.is_renewing:
-                self.say(f"The allocation of the cluster {name!r} is being renewed.")
+        if newest is None or self._passes_over(newest):
+            if newest is not None and newest.is_renewing:
+                self.say(f"The allocation of the cluster {self.cluster.name!r} is being renewed.")
                 return None
-        if newest is None or is_over or (newest.claimed == self.user and not newest.is_sent):
+            number = 1 if newest is None else newest.number + 1
             # One that cannot be made claims nothing.
             script = self.cluster._script(self.allocations.path(number))
-            if not is_over or self.allocations.ask("claim", number=number, user=self.user):
+            if self.allocations.ask("claim", number=number, user=self.user):
                 self._joined = number
-                if not interrupted.is_set():
-                    self._submissions += 1
-                    self.say(f"Submitting a job to Slurm for the cluster {name!r} …")
-                    self.allocations.ask("submit", number=number, script=script)
-        elif self._joined != number:
-            self.allocations.ask("join", number=number, user=self.user)
-            self._joined = number
+                self._submit(number, script)
+        elif self._joined != newest.number:
+            self.allocations.ask("join", number=newest.number, user=self.user)
+            self._joined = newest.number
             return self._step(self.allocations.look())  # it may have ended meanwhile
+        elif newest.claimed == self.user and not newest.is_sent:
+            self._submit(newest.number, self.cluster._script(self.allocations.path(newest.number)))
         elif newest.end or not newest.head or not newest.token or newest.is_queued:
             self._wait(newest)
         else:
             if self.cluster.keep:
-                self.allocations.ask("note", number=number, name="keep")
+                self.allocations.ask("note", number=newest.number, name="keep")
             return newest
         return None
+
+    def _submit(self, number: int, script: str) -> None:
+        """Submit the job of an allocation that this client has claimed."""
+        if not interrupted.is_set():
+            self._submissions += 1
+            self.say(f"Submitting a job to Slurm for the cluster {self.cluster.name!r} …")
+            self.allocations.ask("submit", number=number, script=script)
 
     def _passes_over(self, newest: SlurmAllocation) -> bool:
         """Whether an allocation is over; one that Slurm has no job of is given up.
@@ -388,7 +392,7 @@ class BringUp:
             if start != "N/A":
                 what += f"; Slurm expects it to start at {start}"
         elif newest.end or not (newest.run or newest.queued):
-            what, waits = "is submitted", True
+            what, waits = "is to start again" if newest.end else "is submitted", True
         where = f"of the cluster {self.cluster.name!r}"
         self.say(f"Slurm job {newest.job or '…'} {where} {what}.")
         limit_s = self.cluster.queue_timeout_s

@@ -148,7 +148,7 @@ class ClusterFolder:
         new = f"{self._lives}/.{user}-{os.urandom(4).hex()}"
         for folder in ("logs", "users"):
             os.makedirs(f"{new}/{folder}")
-        write_file(f"{new}/users/{user}", "")
+        Path(f"{new}/users/{user}").touch()
         write_file(f"{new}/claimed", user)
         with suppress(OSError):
             os.rename(new, f"{self._lives}/{number}")
@@ -185,7 +185,8 @@ class ClusterFolder:
 
     def join(self, number: int, user: str) -> None:
         """Note a program that uses an allocation, so that it does not end before the program."""
-        self.note(number, f"users/{user}")
+        # Not by a temporary file: each file of the folder is a user.
+        Path(f"{self._lives}/{number}/users/{user}").touch()
         Path(f"{self._lives}/{number}/released").unlink(missing_ok=True)
 
     def keep_dispatch(self, dispatcher: str) -> bool:
@@ -301,7 +302,7 @@ def _command(*argv: str, script: str = "", limit_s: float = ANSWER_S) -> tuple[i
     return done.returncode, output.decode(errors="replace")
 
 
-def _read(path: Any) -> str:
+def _read(path: str | os.PathLike[str]) -> str:
     """The text of a file; empty without one."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return Path(path).read_text(encoding="utf-8", errors="replace")
@@ -314,7 +315,7 @@ def _json(path: str) -> Row | None:
     return dict(json.loads(text)) if text else None
 
 
-def _changed_at(path: Any) -> float:
+def _changed_at(path: str | os.PathLike[str]) -> float:
     """When a file was written, by the clock of its file system; 0 without one."""
     with suppress(OSError):
         return os.stat(path).st_mtime

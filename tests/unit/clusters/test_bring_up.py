@@ -227,6 +227,7 @@ def test_a_job_that_slurm_starts_again_is_waited_for_and_can_be_stopped(world, h
     world.state("101", "PENDING")
     world.events = [_nothing, lambda: world.ready(1, restart=1)]
     assert world.client("second").run().run.endswith("101.1")
+    assert not any("is submitted" in text for text in world.said)
     world.state("101", "PENDING")
     (world.life() / "run" / "101.1" / "end.json").write_text('{"code": 143, "why": "cancelled"}')
     assert allocations.stop("it was ended")
