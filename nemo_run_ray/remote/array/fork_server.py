@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -104,12 +105,19 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
         data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
         if not data:
             return
-        child = os.fork()
-        if child == 0:
-            _fork_element(channel, template, json.loads(data), main_ended, fds[0])
+        order = json.loads(data)
+        try:
+            child = os.fork()
+            if child == 0:
+                _fork_element(channel, template, order, main_ended, fds[0])
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        except OSError as error:
+            code = error.errno or 1
         os.close(fds[0])
-        if os.waitpid(child, 0)[1]:
-            return  # the host starts another server, and asks that for what has not begun
+        if code < 0:
+            return  # killed: the host starts another server, and asks that for what has not begun
+        if code:
+            _send(channel, at="full", key=order["key"], reason=os.strerror(code))
 
 
 def _fork_element(
@@ -141,9 +149,10 @@ def _fork_element(
                 torch.seed()
             _run(template, order, main_ended)
         os.close(begins)
-        code = 0 if os.read(begun, 1) else 1
-    except BaseException:  # the element's also, of NumPy or PyTorch
+        code = 0 if os.read(begun, 1) else errno.ECHILD
+    except BaseException as error:  # the element's also, of NumPy or PyTorch
         traceback.print_exc()
+        code = getattr(error, "errno", None) or 1
     finally:
         os._exit(code)
 

@@ -8,6 +8,7 @@ one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``run``,
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from typing import (
     Any,
     Deque,
     Dict,
+    Iterator,
     List,
     NoReturn,
     Optional,
@@ -60,6 +62,8 @@ _MARK = "NEMO_RUN_RAY_ELEMENT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
+#: Errors of a node that has no room for another process, or for its descriptors.
+_NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 #: Reads that empty a pipe: a process that hides may write without end.
 _LAST_READS = 16
 #: Exit codes of what is ended by SIGTERM and by SIGKILL.
@@ -96,6 +100,7 @@ class HostProcess:
         self._marks: Set[bytes] = set()  # of these
         self._look_at = self._grace_s = 0.0
         self._may_begin, self._is_ending, self._is_leaving = True, False, False
+        self._is_full = False  # until something that runs has ended
 
     def serve(self) -> None:
         """Serve until the actor is gone, or the driver lets this host leave."""
@@ -217,9 +222,28 @@ class HostProcess:
             else:
                 once = ["python", _PROGRAM, "once", self._elements, json.dumps(message)]
                 element.start(*place.command(once, env))
-        except BlockingIOError as error:
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._refused(element, str(error.strerror))
+
+    def _refused(self, element: RunningElement, reason: str) -> None:
+        """Let an element wait for which the node has no room."""
+        self._unstarted(element)
+        self._is_full = True
+        if self._may_begin and not self._running:
             name = socket.gethostname()
-            self._cannot_begin(f"node {name} has no room for another process: {error}")
+            self._cannot_begin(f"node {name} has no room for another process: {reason}")
+
+    def _unstarted(self, element: RunningElement) -> None:
+        """Let an element wait again that no process has begun."""
+        self._running.remove(element)
+        self._slots.append(element.slot)
+        element.close()
+        if element.is_ending:
+            self._report_end(_cancelled(element.lease))
+        else:
+            self._waiting.appendleft((element.lease, element.line))
 
     def _result_of(self, element: RunningElement) -> str:
         """The file in which an element leaves its result."""
@@ -248,6 +272,8 @@ class HostProcess:
             element.kill_late(now)
         # Last: what has ended has made room, and nothing else would wake the loop.
         while self._may_begin and self._waiting and self._slots:
+            if self._is_full and self._running:
+                break
             if self._fork_server is not None and not self._fork_server.is_free:
                 break
             self._start(*self._waiting.popleft())
@@ -281,19 +307,14 @@ class HostProcess:
         server = self._fork_server
         if server is not None:
             # After that: what has ended has said before that it begins.
-            server.hear()
+            for element, reason in server.hear():
+                self._refused(element, reason)
             if server.obstacles:
                 self._channel.report("obstacles", obstacles=server.obstacles)
                 self._stop_forking()
             elif server.pid in codes:
                 for element in server.died():
-                    self._running.remove(element)
-                    self._slots.append(element.slot)
-                    element.close()
-                    if element.is_ending:
-                        self._report_end(_cancelled(element.lease))
-                    else:
-                        self._waiting.appendleft((element.lease, element.line))
+                    self._unstarted(element)
                 if self._may_begin and (words := server.restart(codes[server.pid])):
                     self._cannot_begin(words)
                 if not self._may_begin:
@@ -333,6 +354,7 @@ class HostProcess:
     def _ended(self, element: RunningElement) -> None:
         self._report_text(element, element.close())
         self._slots.append(element.slot)
+        self._is_full = False
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
         with suppress(OSError, ValueError), open(self._result_of(element)) as file:
             os.remove(file.name)
@@ -389,14 +411,14 @@ class RunningElement:
         """Start its command; one that cannot be started has ended.
 
         Raises:
-            BlockingIOError: the node has no room for another process.
+            OSError: the node has no room for another process.
         """
         write_end = self.pipe()
         try:
             self.pid = _start(words, env, cwd, write_end)
-        except BlockingIOError:
-            raise
         except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in _NO_ROOM:
+                raise
             self.ended(*explain_start(words, env, cwd, error))
         finally:
             os.close(write_end)
@@ -515,8 +537,8 @@ class ForkServer:
             socket.send_fds(self._channel, [data], [write_end])
         os.close(write_end)
 
-    def hear(self) -> None:
-        """Note what the server and its forks say."""
+    def hear(self) -> Iterator[Tuple[RunningElement, str]]:
+        """Note what the server and its forks say; an element without room, and the reason."""
         while True:
             try:
                 data = self._channel.recv(PACKET_MAX)
@@ -529,9 +551,13 @@ class ForkServer:
             message = json.loads(data)
             if message["at"] == "ready":
                 self._is_ready, self.obstacles = True, message["obstacles"]
-            else:
+            elif message["key"] not in self._asked:
+                continue  # it has begun, and was killed at once
+            elif message["at"] == "begun":
                 self._false_starts = 0
                 self._asked.pop(message["key"]).has_begun(message["pid"])
+            else:
+                yield self._asked.pop(message["key"]), message["reason"]
 
     def died(self) -> List[RunningElement]:
         """The elements that a process that was collected has not begun, the last one first.
@@ -539,10 +565,11 @@ class ForkServer:
         None of them begins any more; those that have begun continue.
         """
         self._channel.shutdown(socket.SHUT_RD)  # no fork begins that cannot say so
-        self.hear()
+        unstarted = [element for element, _ in self.hear()]
+        unstarted += self._asked.values()
+        self._asked.clear()
         self._channel.close()
-        unstarted, self._asked = self._asked, {}
-        return list(unstarted.values())[::-1]
+        return unstarted[::-1]
 
     def restart(self, code: int) -> str:
         """Start another process in the place of one that has died with an exit code.
@@ -554,7 +581,10 @@ class ForkServer:
         if not (code > 128 or self._is_ready) or self._false_starts > _FALSE_STARTS_MAX:
             with open(self._log, encoding="utf-8", errors="replace") as file:
                 return file.read()[-4000:].strip() or f"its process ended with exit code {code}"
-        self._start()
+        try:
+            self._start()
+        except OSError as error:
+            return f"its process cannot be started again: {error}"
         return ""
 
     def stop(self) -> None:

@@ -14,13 +14,14 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from time import monotonic
 from typing import Any, List, Sequence, Set, Tuple
 
 from ..files import open_own
-from ..node.rundir import RunDir
+from ..node.rundir import RunDir, run_dirs
 from ..node.supervise import ROUND_S, SUPERVISOR_TAG, TAG, is_watchdog, kill, marked
 
 #: Seconds until it is said that a process does not end.
@@ -33,7 +34,8 @@ class Notes:
     """The notes of one host, in a file beside its run directory, which must be there."""
 
     def __init__(self, run_dir: str) -> None:
-        self._fd = open_own(_path_of(run_dir), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        path = _path_in(run_dirs(tempfile.gettempdir()), run_dir)
+        self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def add(self, row: Sequence[Any]) -> None:
         """Note that an element is about to begin (index, attempt), or how it has ended."""
@@ -45,7 +47,8 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
     """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
     ended: List[List[Any]] = []
     begun: List[List[int]] = []
-    with suppress(FileNotFoundError), open(_path_of(run_dir), encoding="utf-8") as file:
+    path = _path_in(_folder_of(run_dir), run_dir)
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError):  # a full disk, or the host's death, has torn it
                 row = json.loads(line)
@@ -57,11 +60,19 @@ def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
 def forget(run_dir: str) -> None:
     """Remove the notes of a host."""
     with suppress(FileNotFoundError):
-        os.remove(_path_of(run_dir))
+        os.remove(_path_in(_folder_of(run_dir), run_dir))
 
 
-def _path_of(run_dir: str) -> str:
-    return f"{RunDir(run_dir).root}.notes"
+def _folder_of(run_dir: str) -> str:
+    """The folder of a host's notes and run directory. Python passes over one that is full now."""
+    given = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
+    places = [one for one in (*given, "/tmp", "/var/tmp", "/usr/tmp") if os.access(one, os.X_OK)]
+    folders = list(map(run_dirs, places))
+    return next((one for one in folders if os.path.exists(_path_in(one, run_dir))), folders[0])
+
+
+def _path_in(folder: str, run_dir: str) -> str:
+    return f"{folder}/{run_dir}.notes"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -73,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     remaining = _end_all([tag for _, tag, _ in rows])
     for number, _, run_dir in () if remaining else rows:
         swept.append([number, *read_notes(run_dir)])
-        RunDir(run_dir).remove()
+        RunDir(run_dir, base=_folder_of(run_dir)).remove()
     print(json.dumps({"swept": swept, "remaining": remaining}))
 
 

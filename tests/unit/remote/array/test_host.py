@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -271,6 +272,37 @@ def test_whatever_becomes_of_the_process_that_forks_each_element_runs_once(host,
     assert begun == ["x"] * 6
 
 
+def _leave_descriptors(pid: int, count: int) -> None:
+    """Let a process open so many more."""
+    limit = len(os.listdir(f"/proc/{pid}/fd")) + count
+    psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE, (limit, 4096))
+
+
+def test_on_a_node_without_room_elements_wait_until_another_has_ended(host):
+    host.shell("sleep 0.3", slots=3)
+    supervisor = host.supervisors()[0]
+    _leave_descriptors(supervisor, 6)  # of two elements: each keeps one, and needs five to begin
+    host.run(0, 1, 2, 3)
+    assert sorted(host.ended() for _ in range(4)) == [[index, 1, 0] for index in range(4)]
+    _leave_descriptors(supervisor, 1)
+    host.run(4)
+    assert "has no room for another process: Too many" in host.until("unprepared")["words"]
+
+
+def test_a_fork_server_without_room_does_not_end_elements(host, forks, tmp_path):
+    host.prepare(("python",), slots=2, **forks)
+    host.run(0, value=str(tmp_path))
+    wait((tmp_path / "begun-0").exists, within_s=60)
+    (warm,) = _warm(host)
+    _leave_descriptors(warm, 1)
+    host.run(1, value=str(tmp_path))
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert host.ended() == [0, 1, 0]
+    assert "has no room for another process: Too many" in host.until("unprepared")["words"]
+    assert [one["at"] for one in host.reports].count("ended") == 1
+
+
 def test_the_output_is_passed_on_to_its_limit_and_a_failure_has_its_last_line(monkeypatch):
     monkeypatch.setattr(host_module, "OUTPUT_MAX", 4)
     cut = "nemo_run_ray: no more of its output is passed on\n"
@@ -370,3 +402,13 @@ def test_an_element_whose_random_numbers_get_no_new_seed_fails_with_the_reason(
     host.run(0)
     _, _, code, _, reason = host.until("ended", within_s=60)["row"]
     assert (code, "AttributeError: 'int' object has no attribute 'seed'" in reason) == (1, True)
+
+
+def test_notes_are_found_in_a_folder_that_has_become_full(temporary, tmp_path, monkeypatch):
+    """Python then takes another one for temporary files."""
+    (temporary / f"nemo_run_{os.getuid()}").mkdir()
+    notes_module.Notes("x").add([0, 1])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert notes_module.read_notes("x") == ([], [[0, 1]])
+    notes_module.forget("x")
+    assert notes_module.read_notes("x") == ([], [])

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,6 +110,13 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed():
     assert runs.pid == 7
     for element in (runs, unread):
         os.close(element.fd)
+
+
+def test_a_fork_server_that_cannot_be_started_again_is_a_reason(monkeypatch):
+    server = ForkServer.__new__(ForkServer)
+    server._false_starts, server._is_ready = 0, True
+    monkeypatch.setattr(server, "_start", Mock(side_effect=BlockingIOError(11, "no room")))
+    assert server.restart(137) == "its process cannot be started again: [Errno 11] no room"
 
 
 def test_a_process_that_shows_no_mark_at_one_look_is_left_alone(host, monkeypatch):
