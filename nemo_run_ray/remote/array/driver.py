@@ -67,7 +67,9 @@ def run(runner: Runner, spec: ArraySpec, job: str, submission_id: str) -> int:
         leases = Leases(spec, f"{jobs_folder()}/{job}/{spec.elements}", submission_id, folder)
         starts = HostStarts(spec, job, read_secrets(spec.secrets), leases.progress.count)
         try:
-            return ArrayDriver(runner, spec, leases, starts, folder, submission_id).run()
+            code = ArrayDriver(runner, spec, leases, starts, folder, submission_id).run()
+            starts.wait()
+            return code
         finally:
             for late in request_paths(folder, submission_id):
                 with suppress(OSError):
@@ -121,6 +123,7 @@ class HostStarts:
         }
         self._on = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         self._sweeps: Json = {}  # by node
+        self._forgetting: List[Any] = []
 
     def free(self) -> Dict[str, Dict[str, float]]:
         """The free resources of every node."""
@@ -163,7 +166,13 @@ class HostStarts:
 
     def forget(self, node_id: str, run_dirs: Sequence[str]) -> None:
         """Remove notes on a node: the journal has what they say."""
-        self._ray.wait([self._run_notes(node_id, forget=run_dirs)], timeout=_END_MARGIN_S)
+        self._forgetting.append(self._run_notes(node_id, forget=run_dirs))
+
+    def wait(self) -> None:
+        """Wait a moment until all notes are removed."""
+        if self._forgetting:
+            count = len(self._forgetting)
+            self._ray.wait(self._forgetting, num_returns=count, timeout=_END_MARGIN_S)
 
     def _run_notes(self, node_id: str, **request: Sequence[Any]) -> Any:
         env = self._role.runtime_env.get("env_vars") or {}  # where temporary files are
@@ -297,8 +306,8 @@ class ArrayDriver:
             self.lease()
         self._show()
 
-    def _commit(self) -> None:
-        """Write down what has changed, and return when the disk has it.
+    def _commit(self) -> bool:
+        """Write down what has changed, and return when the disk has it: whether it has.
 
         A disk that is full is waited for: meanwhile no element is started, and those that run
         continue. A cancelled array waits no longer, and any other one is broken in the end.
@@ -307,14 +316,15 @@ class ArrayDriver:
         while True:
             try:
                 self._leases.commit()
-                return
+                return True
             except OSError as error:
                 say(f"the head cannot write its journal ({error}); no element is started meanwhile")
                 if monotonic() >= until:
                     words = f"the head could not write the array's journal for {_DISK_S:.0f} s"
                     self.broken = Reason.EXIT_CODE, f"{words}: {error}"
+                    self._stop()
                 if self._is_cancelled or self.broken is not None:
-                    return
+                    return False
             time.sleep(_LOOK_S)
             self._obey()
 
@@ -421,9 +431,11 @@ class ArrayDriver:
         elif kind == "idle":
             # What it still has came when it was told to end.
             self._leases.give_back(number, begun=())
-            self._commit()  # before it removes its notes
-            self._actors.order(host, {"do": "leave"})
-            host.state, host.end_by = HostState.LEAVING, monotonic() + _END_MARGIN_S
+            if self._commit():  # before it removes its notes
+                self._actors.order(host, {"do": "leave"})
+                host.state, host.end_by = HostState.LEAVING, monotonic() + _END_MARGIN_S
+            else:
+                self._drop(host)  # its notes stay
         elif kind == "gone" and host.state is HostState.LEAVING:
             self._drop(host)
         else:  # ``unprepared``, ``failed``, ``gone`` or ``died``
@@ -552,12 +564,12 @@ class ArrayDriver:
                     self._leases.ended(number, row)
                 again = len(self._progress.held[number])
                 if again:
-                    say(f"nothing of a dead host runs: {again} of its elements are started again")
+                    say(f"nothing of a dead host runs: {again} of its elements have not ended")
                 self._leases.give_back(number, begun)
                 self.dead.pop(number, None)
-            self._commit()
+            is_written = self._commit()
             swept = [self._leases.hosts[number].run_dir for number, *_ in answer["swept"]]
-            if swept:
+            if swept and is_written:
                 self._starts.forget(node_id, swept)
 
     # ------------------------------------------------------------------ the end

@@ -336,3 +336,20 @@ def test_an_array_whose_ends_the_disk_does_not_take_ends_with_that(
     assert drive.code == 1
     assert drive.seconds <= 315
     assert cluster.runner.left_on == ()
+
+
+def test_when_the_journal_takes_nothing_nothing_is_started_and_the_notes_stay(
+    cluster, drive, host, monkeypatch
+):
+    told: list[str] = []
+    order = cluster.actors.order
+    monkeypatch.setattr(
+        cluster.actors, "order", lambda host, one: (told.append(one["do"]), order(host, one))
+    )
+    cluster.actors.orders.clear()
+    monkeypatch.setattr(LinesFile, "commit", full_disk)
+    element, attempt = next(iter(cluster.held(host).items()))
+    cluster.tells(host, at="ended", row=[element, attempt, 0, 0.01, "exit code 0"])
+    drive.run()
+    assert (drive.code, told, cluster.driver.hosts) == (1, ["end"], {})
+    assert cluster.runner.left_on == ()
