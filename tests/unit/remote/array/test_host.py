@@ -294,6 +294,7 @@ def test_a_fork_server_without_room_does_not_end_elements(host, forks, tmp_path)
     host.run(0, value=str(tmp_path))
     wait((tmp_path / "begun-0").exists, within_s=60)
     (warm,) = _warm(host)
+    wait(lambda: not psutil.Process(warm).children())  # it has closed the element's output
     _leave_descriptors(warm, 1)
     host.run(1, value=str(tmp_path))
     time.sleep(0.3)
