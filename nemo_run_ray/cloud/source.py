@@ -143,10 +143,12 @@ class SourcePackager(Packager):
         chosen = {family for script in self.scripts for family in families(script)}
 
         def is_sent(package: str, collection: str, family: str) -> bool:
+            if family[0] == "_" or (package, collection, family) in chosen:
+                return True
             same = {one for _, known, one in chosen if known == collection}
             has_same = any((root / package / collection / one).is_dir() for one in same)
             is_of_script = any(package == known for known, _, _ in chosen)
-            return family[0] == "_" or family in same or not (is_of_script or has_same)
+            return not is_of_script and (family in same or not has_same)
 
         wanted = asked | {name for name in files if all(is_sent(*one) for one in families(name))}
         if not any(name.endswith(".py") for name in wanted):
@@ -208,7 +210,9 @@ def _included(root: Path, patterns: Iterable[str], exclude: Sequence[str]) -> It
     """The files and links at or below the paths that match the patterns."""
     for pattern in patterns:
         paths = [
-            path for path in root.glob(pattern.lstrip("/")) if path.parent.resolve() == path.parent
+            path
+            for path in root.glob(pattern.lstrip("/"))
+            if ".." not in path.parts and path.parent.resolve() == path.parent
         ]
         if not paths:
             raise TransportError(
@@ -245,29 +249,33 @@ def read_tree(
         where,
     )
     for name in chosen:
-        path = root / name
         try:
-            target = path.resolve()
-            is_inside = target.is_relative_to(root)
-            is_sent = any((root / one).is_relative_to(target) for one in chosen)
-            if is_inside and path.is_symlink() and (is_sent or not target.exists()):
-                entry: Entry = Link(os.path.relpath(target, path.parent))
-            elif not is_inside or target.is_dir():
-                raise TransportError(
-                    f"{path} is a link to {target}, which is out of the tree or not sent. Send "
-                    "what it points to, in the tree (ShipSource has include=[…]), or leave the "
-                    f"link out with exclude=[{name!r}]. Nothing was sent."
-                )
-            else:
-                entry = File(path.read_bytes(), bool(path.stat().st_mode & 0o100))
+            yield name, _read_entry(root, name, chosen)
         except FileNotFoundError:  # git tracks it, and it is removed here
             continue
         except (OSError, RuntimeError) as error:  # of a loop of links
             raise TransportError(
-                f"{path} cannot be read: {getattr(error, 'strerror', error)}. Make it readable, or "
-                f"leave it out with exclude=[{path.name!r}]. Nothing was sent."
+                f"{root / name} cannot be read: {getattr(error, 'strerror', error)}. Make it "
+                f"readable, or leave it out with exclude=[{Path(name).name!r}]. Nothing was sent."
             ) from error
-        yield name, entry
+
+
+def _read_entry(root: Path, name: str, chosen: Sequence[str]) -> Entry:
+    """One file or link as it is now."""
+    path = root / name
+    target = path.resolve()
+    is_inside = target.is_relative_to(root)
+    if is_inside and path.is_symlink():
+        is_sent = any((root / one).is_relative_to(target) for one in chosen)
+        if is_sent or not target.exists():
+            return Link(os.path.relpath(target, path.parent))
+    if not is_inside or target.is_dir():
+        raise TransportError(
+            f"{path} is a link to {target}, which is out of the tree or not sent. Send what it "
+            "points to, in the tree (ShipSource has include=[…]), or leave the link out with "
+            f"exclude=[{name!r}]. Nothing was sent."
+        )
+    return File(path.read_bytes(), bool(path.stat().st_mode & 0o100))
 
 
 def check_source(
