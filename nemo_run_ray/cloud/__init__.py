@@ -108,10 +108,15 @@ class ShipSource(ExperimentPlugin):
                 "code too. Keep one of the two."
             )
         tree = packager.collect()
-        variables = dict(executor.env_vars)
-        variables.pop("NEMO_RUN_RAY_SRC", None)  # of a driver that was shipped itself
+        older = json.loads(executor.env_vars.get(_SPEC, "{}"))  # of another task of the same group
+        variables = {
+            name: value
+            for name, value in executor.env_vars.items()
+            # A driver that was shipped itself has the second one.
+            if not name.startswith(OUR_PREFIX) and name != "NEMO_RUN_RAY_SRC"
+        }
         # The scripts of DGX Cloud would set a PYTHONPATH of the user's anew, without the tree.
-        path = variables.pop("PYTHONPATH", "$PYTHONPATH")
+        path = variables.pop("PYTHONPATH", older.get("path", "$PYTHONPATH"))
         if isinstance(task, Script):
             path = task.env.pop("PYTHONPATH", path)
         copies = 1
@@ -119,17 +124,17 @@ class ShipSource(ExperimentPlugin):
             platform, size, shared = "Lepton", LEPTON_CHARS, executor.nemo_run_dir
             job = executor.lepton_job_dir
             # ``pod.py`` starts the launch script again without these variables.
-            executor.pre_launch_commands = [
-                f'if [ -n "${_SPEC}${_BOOT}" ]; then {_UNPACK} /bin/bash "$0"; fi',
-                *executor.pre_launch_commands,
-            ]
+            line = f'if [ -n "${_SPEC}${_BOOT}" ]; then {_UNPACK} /bin/bash "$0"; fi'
+            if line not in executor.pre_launch_commands:
+                executor.pre_launch_commands = [line, *executor.pre_launch_commands]
         else:
             platform, size, shared = "DGX Cloud", DGXCLOUD_CHARS, executor.pvc_nemo_run_dir
             job = executor.pvc_job_dir
             if executor.nodes > 1:  # run:ai keeps the variables for the master and for the workers
                 copies = 2
             ours = {"command", "args", "environmentVariables"}
-            if given := ours & executor.custom_spec.keys():
+            given = ours & executor.custom_spec.keys()
+            if given and _BOOT not in str(executor.custom_spec.get("args")):
                 raise TransportError(
                     f"ShipSource: custom_spec has {' and '.join(sorted(given))}, which ShipSource "
                     "needs to send the source code and to unpack it before the job's script. "
@@ -190,7 +195,8 @@ def _scripts(task: Partial | Script, root: Path) -> list[str]:
 
 def _in_tree(path: str, root: Path) -> str | None:
     for base in (Path.cwd(), root):
-        whole = (base / path).resolve()
+        whole = Path(os.path.abspath(base / path))
+        whole = whole.parent.resolve() / whole.name  # a link keeps its own name
         if whole.is_file() and whole.is_relative_to(root):
             return whole.relative_to(root).as_posix()
     return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nemo_run as run
 import pytest
+from nemo_run.core.execution.lepton import LeptonExecutor
 
 from nemo_run_ray import patches
 from nemo_run_ray.cloud import ShipSource
@@ -194,3 +195,14 @@ def test_native_packagers_are_used_and_nothing_else_changes(project, executor, t
     for path in project.package.rglob("*"):
         if path.is_file():
             assert (arrived / path.relative_to(project.package)).read_bytes() == path.read_bytes()
+
+
+def test_setting_up_twice_is_setting_up_once(project):
+    executor = LeptonExecutor(container_image="i", nemo_run_dir="/shared/runs")
+    executor.lepton_job_dir = "/shared/runs/job"
+    executor.env_vars = {"PYTHONPATH": "/mine"}
+    ship = ShipSource(project.root)
+    ship.setup(run.Script(inline="true"), executor)
+    once = (dict(executor.env_vars), list(executor.pre_launch_commands))
+    ship.setup(run.Script(inline="true"), executor)
+    assert (executor.env_vars, executor.pre_launch_commands) == once

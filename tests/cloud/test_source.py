@@ -105,6 +105,27 @@ def test_only_the_family_of_the_script_is_sent(root, script, stays):
     assert found == {*RECIPES, *STEPS, script} - stays
 
 
+def test_a_family_is_that_of_its_package(root):
+    fill(root, *RECIPES)
+    scripts = ["src/p/recipes/nano/train.py", "src/r/recipes/super/x.py"]
+    found = sent(root, collections=["recipes"], scripts=scripts)
+    assert found == set(RECIPES) - {"src/p/recipes/super/train.py", "src/r/recipes/nano/x.py"}
+
+
+def test_a_script_that_is_a_link_keeps_its_name(root, tmp_path):
+    fill(tmp_path, "root/src/a/real.py", "other.py")
+    (root / "main.py").symlink_to("src/a/real.py")
+    (root / "b").mkdir()
+    (root / "b/out.py").symlink_to("../../other.py")
+    executor = run.LeptonExecutor(container_image="i", nemo_run_dir="/shared/runs")
+    executor.lepton_job_dir = "/shared/runs/job"
+    task = run.Script(str(root / "main.py"), entrypoint="python")
+    ShipSource(root).setup(task, executor)
+    assert task.path == "main.py"
+    with pytest.raises(TransportError, match=r"out\.py is a link to .*other\.py, which is out of"):
+        ShipSource(root).setup(run.Script(str(root / "b/out.py"), entrypoint="python"), executor)
+
+
 @pytest.mark.parametrize(
     "task",
     [
@@ -191,7 +212,9 @@ def test_include_and_exclude(root):
         assert sent(root, exclude=[name, "*.npy"]) == {"src/a/__init__.py"}
 
 
-@pytest.mark.parametrize("pattern", ["../other/*.py", "/etc/*", "src/../../x", "src/link/*.py"])
+@pytest.mark.parametrize(
+    "pattern", ["../other/*.py", "/etc/*", "src/../../x", "src/..", "src/link/*.py"]
+)
 def test_an_include_that_leaves_the_root(root, pattern):
     fill(root, "src/a.py", "b/c.py")
     (root / "src/link").symlink_to("../b")
