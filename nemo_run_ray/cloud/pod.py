@@ -24,8 +24,11 @@ def received(env: Mapping[str, str], spec: Dict[str, Any]) -> bytes:
     import lzma  # which an image may lack
 
     text = "".join(env.get(PREFIX + str(number), "") for number in range(spec["count"]))
-    packed = lzma.decompress(base64.b85decode(text.translate(str.maketrans(".,/:", "$<>&"))))
-    found = hashlib.sha256(packed).hexdigest()
+    try:
+        packed = lzma.decompress(base64.b85decode(text.translate(str.maketrans(".,/:", "$<>&"))))
+        found = hashlib.sha256(packed).hexdigest()
+    except Exception as error:
+        found = str(error)
     if found != spec["digest"]:
         raise ValueError(f"changed on its way: expected {spec['digest']}, found {found}")
     return packed
@@ -47,22 +50,25 @@ def restore(packed: bytes, tree: str) -> None:
     tree = os.path.realpath(tree)
     shared = os.path.dirname(tree)
     os.makedirs(shared, exist_ok=True)
-    fresh = tempfile.TemporaryDirectory(prefix=".src-", dir=shared)
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar, fresh as own:
+    own = ""  # a tree that is whole needs no right to write
+    with contextlib.ExitStack() as stack, tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         # The digest vouches for it. Newer versions of Python warn, or refuse links, without.
         tar.extraction_filter = lambda member, path: member
         for member in tar:
             path = os.path.join(tree, member.name)
             folder = os.path.dirname(path)
+            was_there = os.path.lexists(path)  # asked first: another pod may be writing it
             if is_as_sent(path, member, tar):
                 continue
             if os.path.realpath(folder) != folder:  # never write outside of the tree
                 raise ValueError(f"{path} is behind a link that was not sent; remove {tree}")
-            if os.path.lexists(path):
+            if was_there:
                 # exec drops what is buffered.
                 print(f"nemo-run-ray: {path} is not as sent; restored", file=sys.stderr, flush=True)
-            os.makedirs(folder, exist_ok=True)
+            if not own:
+                own = stack.enter_context(tempfile.TemporaryDirectory(prefix=".src-", dir=shared))
             tar.extract(member, own)
+            os.makedirs(folder, exist_ok=True)
             os.replace(os.path.join(own, member.name), path)
 
 

@@ -155,6 +155,28 @@ def test_what_changed_on_its_way_stops_it_with_one_line(tmp_path, damage):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tree_that_is_whole_needs_no_room(tmp_path, monkeypatch):
+    sent = variables(TREE, tmp_path)
+    spec = json.loads(sent[f"{pod.PREFIX}SPEC"])
+    packed = pod.received(sent, spec)
+    pod.restore(packed, spec["tree"])
+    monkeypatch.setattr(pod.tempfile, "mkdtemp", lambda *_: pytest.fail("a folder is made"))
+    pod.restore(packed, spec["tree"])
+
+
+def test_what_another_pod_writes_meanwhile_is_no_restoration(tmp_path, monkeypatch, capsys):
+    def other_is_first(path, member, tar):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        Path(path).touch()
+        return False
+
+    monkeypatch.setattr(pod, "is_as_sent", other_is_first)
+    sent = variables(TREE, tmp_path)
+    spec = json.loads(sent[f"{pod.PREFIX}SPEC"])
+    pod.restore(pod.received(sent, spec), spec["tree"])
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk(tmp_path):
     sent = variables({**TREE, "noise": File(NOISE)}, tmp_path / "disk")
@@ -173,7 +195,7 @@ def test_a_full_disk(tmp_path):
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "No space left on device" in done.stderr
-    assert "/.src-" not in done.stdout
+    assert done.stdout == ""
 
 
 def test_the_program_fits_into_one_variable_and_is_for_older_pythons_too():

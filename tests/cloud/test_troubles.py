@@ -24,7 +24,7 @@ def test_a_changed_piece_stops_the_pod_with_one_line(platform, project, unique):
     log = platform.jobs()[-1].log()
     assert platform.jobs()[-1].codes() == [1], log
     assert log.count("nemo-run-ray:") == 1
-    assert "the source code was not usable" in log
+    assert "changed on its way" in log
     assert "Traceback" not in log
     assert "started" not in log
     assert list(platform.cluster.shared.glob("runs/.source/*")) == []
