@@ -6,11 +6,13 @@ import importlib.metadata
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from nemo_run_ray.clusters import LocalCluster
@@ -20,6 +22,8 @@ from nemo_run_ray.remote.spec import Json
 #: The variable by which Ray and this package find the cluster, in child processes too.
 ADDRESS = "RAY_ADDRESS"
 _AUTH_MODE = "RAY_AUTH_MODE"
+#: Ray gives a GCS up no sooner, in seconds: an earlier SIGTERM is another's.
+_GIVEN_UP_S = 30.0
 _lock = threading.Lock()
 #: Whether ray was imported here when RAY_AUTH_MODE was set: it keeps that for the process's life.
 _has_read_token = False
@@ -69,6 +73,7 @@ class Connection:
             self.ray = ray
             # By ray:// Ray warns of it.
             quiet = {} if self.address.startswith("ray://") else {"logging_level": logging.WARNING}
+            began = monotonic()
             try:
                 ray.init(
                     self.address,
@@ -78,9 +83,10 @@ class Connection:
                 )
             except BaseException as error:
                 self.restore_environment()
-                if not isinstance(error, SystemExit):
-                    raise
                 # Ray sends SIGTERM when no GCS has answered (2.60).
+                is_sigterm = isinstance(error, SystemExit) and error.code == signal.SIGTERM
+                if not is_sigterm or monotonic() - began < _GIVEN_UP_S:
+                    raise
                 raise ConnectionError(
                     "what listens there has not answered as the GCS of a Ray"
                 ) from error
@@ -185,7 +191,7 @@ def _translated(address: str, runtime_env: Json) -> Iterator[None]:
             f"{own_ray} with Python {own_python}. Both must be the same. In an environment with "
             f"Python {python}: pip install 'ray[default]=={ray}'"
         ) from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, OverflowError, ValueError, TypeError) as error:
         environment = f" with a runtime_env of {', '.join(runtime_env)}" if runtime_env else ""
         raise Unreachable(
             f"No Ray can be reached at {address}{environment}: "

@@ -474,7 +474,7 @@ class TaskQueue:
         take_rows = partial(self._has_rows, call)
         if self._by_client:
             self._watch(call, ref, take_rows)
-        else:  # it yields, and has its rows when it has ended
+        else:  # it yields the rows last; _has_begun has taken the node's id by then
             self._watch(call, ref.completed(), lambda _: self._watch(call, next(ref), take_rows))
 
     def _watch(self, call: _RayTask, ref: Any, ready: Callable[[Any], None]) -> None:

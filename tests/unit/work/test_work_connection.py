@@ -66,7 +66,7 @@ def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
 
 @pytest.mark.parametrize(
     "address",
-    ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:6379"],
+    ["127.0.0.1:1", "127.0.0.1:65536", "ray://127.0.0.1:1", "no-such-host.invalid:6379"],
 )
 def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     """Ray itself would ask for two minutes, and then end the program."""
@@ -76,19 +76,26 @@ def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     assert "RAY_ADDRESS" not in os.environ
 
 
-def test_a_program_that_ray_ends_gets_an_error(monkeypatch):
-    """What listens is no GCS."""
+@pytest.mark.parametrize(
+    ("code", "given_up_s", "expected"),
+    [(15, 0.0, Unreachable), (15, 30.0, SystemExit), (1, 0.0, SystemExit)],
+)
+def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, given_up_s, expected):
+    """What listens is no GCS; a program that others end is ended."""
+    monkeypatch.setattr(connection, "_GIVEN_UP_S", given_up_s)
 
     def init(*_, **__):
-        raise SystemExit(15)
+        raise SystemExit(code)
 
     ray = SimpleNamespace(is_initialized=lambda: False, init=init)
     monkeypatch.setitem(sys.modules, "ray", ray)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(Unreachable, match="what listens there has not answered as the GCS"),
+        pytest.raises(expected) as caught,
     ):
         connection.join(f"127.0.0.1:{server.getsockname()[1]}", None, {})
+    if expected is Unreachable:
+        assert "what listens there has not answered as the GCS" in str(caught.value)
     assert "RAY_ADDRESS" not in os.environ
 
 
