@@ -50,9 +50,9 @@ _LOOK_S, _LOOK_MAX_S = 0.1, 1.0
 #: Seconds until a group whose roles spread tries other nodes, until the first line about one that
 #: waits, and for which one must look infeasible, since nodes may be joining right now.
 _FIRST_S = 3.0
-#: Seconds in which a worker must come up by a ``py_executable``, and by one for which something is
-#: installed first: Ray itself tries it for ever.
-_OWN_PYTHON_S, _BUILD_S = 90.0, 1800.0
+#: Seconds in which a worker must come up by a ``py_executable``, after those at least in which
+#: something is installed for it: Ray itself tries it for ever.
+_OWN_PYTHON_S, _BUILD_S = 90.0, 600.0
 
 
 class GroupDriver:
@@ -143,9 +143,10 @@ class GroupDriver:
             for handle in waiting:
                 runtime_env = handle.role.runtime_env
                 executable = runtime_env.get("py_executable") or ""
-                # Other keys, or words as in `uv run --with …`, install something first.
-                is_built = len(runtime_env) > 1 or " " in executable
-                limit_s = _BUILD_S if is_built else _OWN_PYTHON_S
+                limit_s = _OWN_PYTHON_S
+                if " " in executable or runtime_env.keys() & {"pip", "uv", "conda"}:  # `uv run …`
+                    config = runtime_env.get("config") or {}
+                    limit_s += max(config.get("setup_timeout_seconds", 0), _BUILD_S)
                 if handle.node.node_id not in alive:
                     self._happened(lost(handle, "the node died before the replica was prepared"))
                 elif executable and not handle.answers and now >= self._placed_at + limit_s:

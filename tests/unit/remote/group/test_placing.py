@@ -319,8 +319,9 @@ def test_a_role_that_spreads_tries_other_nodes_while_it_waits(ray, clock):
     ("runtime_env", "limit_s"),
     [
         ({"py_executable": "/opt/python"}, 90),
-        ({"py_executable": "uv run --with torch"}, 1800),
-        ({"py_executable": "/opt/python", "uv": []}, 1800),
+        ({"py_executable": "/opt/python", "env_vars": {"A": "b"}, "config": {}}, 90),
+        ({"py_executable": "uv run --with torch"}, 690),
+        ({"py_executable": "a", "uv": [], "config": {"setup_timeout_seconds": 1800}}, 1890),
     ],
 )
 def test_a_worker_that_never_comes_up_by_its_py_executable_ends_the_group(
