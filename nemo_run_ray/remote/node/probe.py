@@ -130,7 +130,7 @@ class Probing:
                         f". It does listen on {_LOCAL}:{self._port}, where no other node can reach "
                         "it; let it listen on 0.0.0.0"
                     )
-            why = getattr(error, "strerror", None) or str(error)
+            why = getattr(error, "strerror", None) or str(error).strip()
             return f"{question} failed: {why[:80]}{hint}"
         if status != spec.status:
             return f"{question} is answered with {status}, not {spec.status}"
