@@ -29,10 +29,8 @@ MOVED = ".moved"
 
 
 class DataMoverConfigsPatch(Patch):
-    """Lepton and DGX Cloud: the YAML files about executor and task, which no process on the pod
-    reads, stay out of what is sent inside a command line; the tarball is the same for the same
-    files, paths with spaces and quotes survive, and a folder that is too large for one command line
-    is sent in pieces of the tarball and not file by file.
+    """Lepton and DGX Cloud: the YAML files that no process on the pod reads stay out of the
+    tarball that is sent inside a command line. One that is too large for it is sent in pieces.
     """
 
     name = "data_mover_configs"

@@ -19,9 +19,8 @@ OUR_PREFIX = "_NEMO_RUN_RAY_SRC_"
 
 
 class DGXCloudExportsPatch(Patch):
-    """DGX Cloud: variables that carry source code stay in the workload's environment, where they
-    are already, and are not written into the job's script too, which would then be moved to the
-    cluster in pieces, one workload each; nor are they logged.
+    """DGX Cloud: variables that carry source code stay in the workload's environment alone. They
+    are not logged, nor written into the job's script, which would then be sent in many workloads.
     """
 
     name = "dgxcloud_exports"
