@@ -32,13 +32,26 @@ from ..node.output import say
 from ..spec import ArraySpec, Json
 from ..status import JOURNAL_FILE, RESULTS_FILE, file_of, first_id
 
-#: Kinds of records: a host may start the element; it has ended with an exit code; it was not
-#: started, or its host is proven dead; the user does not want it; a host may start elements.
-LEASED, ENDED, GIVEN_BACK, CANCELLED, HOST = range(1, 6)
+#: Kinds of records. A host may start the element:
+LEASED = 1
+#: The element has ended with an exit code.
+ENDED = 2
+#: The element has no end that counts: its host has not started it, is proven dead, or was told to
+#: end all.
+GIVEN_BACK = 3
+#: The user does not want the element.
+CANCELLED = 4
+#: A ``HostRecord``: a host may start elements.
+HOST = 5
+#: Code in the record of an element that was given back and may have begun; else the code is 0.
+MAY_HAVE_BEGUN = 1
 
 
 class Record(NamedTuple):
-    """A change of an element; the code of one that was given back is 1 if it may have begun."""
+    """A change of an element.
+
+    The code is the exit code of one that has ended; see ``MAY_HAVE_BEGUN`` for one given back.
+    """
 
     element: int
     kind: int
@@ -172,43 +185,52 @@ class ArrayProgress:
 
     def apply(self, record: Record, reason: str = "") -> bool:
         """Take a record into account; false when the host has not got that attempt."""
-        index, kind, host, attempt, code = record
+        index, kind, host, attempt, _ = record
         held, state = self.held[host], self.state(index)
         if kind == LEASED:
             self.attempts[index] = held[index] = attempt
-            state = ElementState.LEASED
-        elif kind == CANCELLED and state is ElementState.WAITING:
-            state = ElementState.CANCELLED
-        elif kind == CANCELLED and state is ElementState.LEASED:
-            self._unwanted.add(index)
-        elif held.get(index) != attempt:
+            self._states[index] = ElementState.LEASED
+            return True
+        if kind == CANCELLED:
+            if state is ElementState.WAITING:
+                self._states[index] = ElementState.CANCELLED
+            elif state is ElementState.LEASED:
+                self._unwanted.add(index)
+            return state in _UNFINISHED
+        if held.get(index) != attempt:
             return False
-        else:
-            del held[index]
-            state, is_wanted = ElementState.WAITING, index not in self._unwanted
-            self._unwanted.discard(index)
-            if kind == ENDED:
-                self._codes[index] = code & 0xFF
-                self.has_run |= is_wanted
-            if kind == ENDED and code == 0:
-                state = ElementState.SUCCEEDED
-            elif not is_wanted:
-                state = ElementState.CANCELLED
-            elif kind == ENDED:  # attempts whose host has died cost no retry
-                tries = self._retries + self._losses[index]
-                if attempt > tries or code in self._permanent_exit_codes:
-                    state = ElementState.FAILED
-            elif code:
-                self._losses[index] += 1
-                if self._losses[index] >= LOSSES_MAX:
-                    state, reason = ElementState.FAILED, f"its host has died {LOSSES_MAX} times"
-                    code = self._codes[index] = LOST_CODE
-            else:
-                self.attempts[index] -= 1
-            if state is ElementState.FAILED and len(self.failures) < _SHOWN_FAILURES:
-                self.failures.append((index, code, reason))
-        self._states[index] = state
+        del held[index]
+        self._states[index] = self._after_attempt(record, reason)
         return True
+
+    def _after_attempt(self, record: Record, reason: str) -> ElementState:
+        """The next state of an element that has ended, or was given back."""
+        index, kind, _, attempt, code = record
+        is_wanted = index not in self._unwanted
+        self._unwanted.discard(index)
+        if kind == ENDED:
+            self._codes[index] = code & 0xFF
+            self.has_run |= is_wanted
+            if code == 0:
+                return ElementState.SUCCEEDED
+        if not is_wanted:
+            return ElementState.CANCELLED
+        if kind == ENDED:
+            tries = self._retries + self._losses[index]  # a host's death costs no retry
+            if attempt <= tries and code not in self._permanent_exit_codes:
+                return ElementState.WAITING
+        elif code == MAY_HAVE_BEGUN:
+            self._losses[index] += 1
+            if self._losses[index] < LOSSES_MAX:
+                return ElementState.WAITING
+            reason = f"its host has died {LOSSES_MAX} times"
+            code = self._codes[index] = LOST_CODE
+        else:
+            self.attempts[index] -= 1
+            return ElementState.WAITING
+        if len(self.failures) < _SHOWN_FAILURES:
+            self.failures.append((index, code, reason))
+        return ElementState.FAILED
 
     def cancel_rest(self) -> None:
         """Count all elements that are not over as cancelled: none will begin or end."""
@@ -309,7 +331,8 @@ class Leases:
         """
         for element, attempt in list(self.progress.held[host].items()):
             may_have_begun = begun is None or [element, attempt] in begun
-            self._note(Record(element, GIVEN_BACK, host, attempt, int(may_have_begun)))
+            code = MAY_HAVE_BEGUN if may_have_begun else 0
+            self._note(Record(element, GIVEN_BACK, host, attempt, code))
 
     def cancel(self, ranges: Sequence[Tuple[int, int]], only_waiting: bool) -> Set[Tuple[int, int]]:
         """Cancel elements that are not over, in ranges from a first to a last index.
@@ -355,7 +378,8 @@ class Leases:
 
     def commit(self) -> None:
         """As ``LinesFile.commit``."""
-        self._results.commit()  # first: no later driver would ask for them again
+        # Results first: once the journal has an end, its result is never asked for again.
+        self._results.commit()
         self._journal.commit()
 
     def _element(self, index: int) -> Json:
