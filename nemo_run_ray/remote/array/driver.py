@@ -54,7 +54,8 @@ _PLACED_S = 900.0
 _END_MARGIN_S = 30.0
 #: Seconds until dead hosts are swept again.
 _SWEEP_AGAIN_S = 5.0
-#: Seconds between two writes of the status files, and what is added: times the last write's length.
+#: Seconds between two writes of the status files, plus ``_PAUSE`` times the duration of the last
+#: write.
 _WRITE_S, _PAUSE = 1.0, 20
 #: Writes over which the rate is measured.
 _RATE_ROWS = 30
@@ -407,7 +408,7 @@ class ArrayDriver:
     # ------------------------------------------------------------------ reports
 
     def hear(self, handle: ReplicaHandle, report: Json) -> None:
-        """Take what a host has reported, unless it is given up."""
+        """Take what a host has reported, unless it is given up. ``host.py`` lists the reports."""
         host = self.hosts.get(handle.replica_id[1])
         if host is None:
             return
@@ -429,7 +430,7 @@ class ArrayDriver:
                 "milliseconds"
             )
         elif kind == "idle":
-            # What it still has came when it was told to end.
+            # What it still has was leased to it before it was told to end, and has not begun.
             self._leases.give_back(number, begun=())
             if self._commit():  # before it removes its notes
                 self._actors.order(host, {"do": "leave"})
@@ -547,7 +548,7 @@ class ArrayDriver:
                 # A node that was only cut off continues until its raylet has noticed.
                 since = self._dead_since.setdefault(record.node_id, now)
                 if not self._progress.held[number] or now >= since + node_dead_s():
-                    # What had begun there, nobody knows.
+                    # Nobody knows which elements had begun there: all may have.
                     self._leases.give_back(number)
                     del self.dead[number]
         for node_id in {record.node_id for record in self.dead.values()} & self._nodes.keys():

@@ -1,9 +1,27 @@
-"""The element host of an array on one node: it starts elements and reports their ends.
+"""A host of an array on one node: starts elements, or asks the fork server to; reports their ends.
 
 It is a process as a replica of a group is one (``hosts/relay.py``), for many commands instead of
-one role. Orders and reports are JSON, one a line. Orders: ``prepare``, ``run``, ``cancel``,
-``end``, ``leave``. Reports: ``prepared``, ``unprepared``, ``obstacles``, ``text``, ``ended``,
-``idle``, ``failed``.
+one role. Orders and reports are JSON, one a line. The orders of the driver, and what follows::
+
+    prepare   it makes its run directory, and starts the fork server: prepared or unprepared
+    run       it starts the elements when slots are free: text and ended, for each
+    cancel    it ends these elements: ended, for each
+    end       it ends what runs and starts nothing more: idle, when all processes have ended
+    leave     only after idle: it removes its notes and folders, and its process ends: gone
+
+The reports, by whom they are made, and what the driver does::
+
+    prepared    this process            leases elements to it
+    unprepared  this process            gives it up: it can start no (more) elements
+    obstacles   this process            tells the user why it does not fork
+    text        this process            writes the element's output into the job's log
+    ended       this process            notes the element's end in the journal
+    idle        this process            lets the elements wait that have not ended; orders leave
+    failed      ``hosts/relay.py``      gives it up: an error has ended this process
+    gone        the actor's ``Relay``   drops it after leave, and else gives it up: it was killed
+    died        ``hosts/actors.py``     gives it up: the actor is dead; drops one that never came up
+
+A dropped host is done with. What one that was given up has left is ended first, by ``notes.py``.
 """
 
 from __future__ import annotations
@@ -59,6 +77,8 @@ Lease = Tuple[int, int]
 INDEX, ATTEMPT, SIZE = "NEMO_RUN_ARRAY_INDEX", "NEMO_RUN_ATTEMPT", "NEMO_RUN_ARRAY_SIZE"
 #: Variable that tells this host whose processes it has adopted.
 _MARK = "NEMO_RUN_RAY_ELEMENT"
+#: In place of the mark of a process that shows none.
+_NO_MARK = b""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
@@ -95,9 +115,9 @@ class HostProcess:
         self._slots: List[Dict[str, str]] = []  # the variables of each that is free
         self._waiting: Deque[Tuple[Lease, Json]] = deque()  # with their lines
         self._running: List[RunningElement] = []
-        #: Processes that were adopted from elements: when each is killed; infinity before SIGTERM.
+        #: Processes that elements have left: when each is killed; infinity before its SIGTERM.
         self._orphans: Dict[int, float] = {}
-        self._marks: Set[bytes] = set()  # of these
+        self._orphan_marks: Set[bytes] = set()
         self._look_at = self._grace_s = 0.0
         self._may_begin, self._is_ending, self._is_leaving = True, False, False
         self._is_full = False  # until something that runs has ended
@@ -265,7 +285,7 @@ class HostProcess:
         for element in over:
             # An element has ended when what it has left has. A fork shows the environment of the
             # fork server as long as it has started no other program.
-            if not self._marks & {mark_of(element.lease), b""}:
+            if not self._orphan_marks & {mark_of(element.lease), _NO_MARK}:
                 self._running.remove(element)
                 self._ended(element)
         for element in self._running:
@@ -306,7 +326,8 @@ class HostProcess:
         codes = dict(collect())
         server = self._fork_server
         if server is not None:
-            # After that: what has ended has said before that it begins.
+            # Read messages after collecting exit codes: a fork reports that it begins before it
+            # can end.
             for element, reason in server.hear():
                 self._refused(element, reason)
             if server.obstacles:
@@ -333,23 +354,28 @@ class HostProcess:
         groups = {element.pid for element in running}
         if self._fork_server is not None:
             groups.add(self._fork_server.pid)
-        found: Dict[int, bytes] = {}
+        marks: Dict[int, bytes] = {}  # of what is found at this look
         for pid in _children():
             if pid not in groups:  # the first processes are most of them
                 with suppress(OSError):  # it has ended, or is another user's
                     mark = _mark_in_environment(pid)
                     if mark not in active and os.getpgid(pid) not in groups:
-                        found[pid] = mark
-        self._marks = set(found.values())
-        before, self._orphans = self._orphans, dict.fromkeys(found, math.inf)
-        for pid in [pid for top in found if top in before for pid in (top, *descendants(top))]:
-            kill_at = before.get(pid, math.inf)
+                        marks[pid] = mark
+        self._orphan_marks = set(marks.values())
+        to_end: List[int] = []  # complete before the first signal: a dead process has no children
+        for pid in marks:
+            if pid in self._orphans:
+                to_end += [pid, *descendants(pid)]
+        orphans = dict.fromkeys(marks, math.inf)
+        for pid in to_end:
+            kill_at = self._orphans.get(pid, math.inf)
             if kill_at == math.inf:
                 kill_at = now + self._grace_s
                 kill(pid, signal.SIGTERM)
             elif now >= kill_at:
                 kill(pid, signal.SIGKILL)
-            self._orphans[pid] = kill_at
+            orphans[pid] = kill_at
+        self._orphans = orphans
 
     def _ended(self, element: RunningElement) -> None:
         self._report_text(element, element.close())
@@ -619,7 +645,7 @@ def _children() -> List[int]:
 def _mark_in_environment(pid: int) -> bytes:
     with open(f"/proc/{pid}/environ", "rb") as file:
         rows = file.read().split(b"\0")
-    return next((row for row in rows if row.startswith(f"{_MARK}=".encode())), b"")
+    return next((row for row in rows if row.startswith(f"{_MARK}=".encode())), _NO_MARK)
 
 
 def mark_of(lease: Lease) -> bytes:
