@@ -1,4 +1,4 @@
-"""Asks whether a service is ready, beside everything else that its process' loop does.
+"""Asks whether a service is ready, without blocking the caller's loop.
 
 A process of its own asks: the loop must not be forked while a thread holds a lock, and must not
 miss a deadline while a server is slow.
@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Mapping
 
 from ..spec import Env, ProbeSpec
-from .supervise import before_exec
+from .supervise import prepare_child
 
 #: Seconds for one try of a port or a GET, and between two reports of a service that is not ready.
 _TRY_S, _REPORT_S = 10, 30.0
@@ -74,7 +74,7 @@ class Probing:
             self._pipe, writing = os.pipe()
             if os.fork() == 0:
                 try:
-                    before_exec()
+                    prepare_child()
                     answer = self._ask() or _READY
                     os.write(writing, answer.encode(errors="replace")[:_ANSWER_MAX])
                 finally:
@@ -107,7 +107,7 @@ class Probing:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    preexec_fn=before_exec,
+                    preexec_fn=prepare_child,
                     start_new_session=True,  # it may end its own group
                 )
                 return f"{question} ended with exit code {code}" if code else ""

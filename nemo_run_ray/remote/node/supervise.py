@@ -52,29 +52,29 @@ def supervise(tag: str, work: Callable[[Runner], int]) -> EndRecord:
     remains. If the runner was killed, it is not known what does: a process may hide from the tag.
     """
     began_at = time.time()
-    runner, watchdog = socket.socketpair()
+    to_runner, to_watchdog = socket.socketpair()  # an end for this process, and the runner's
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until the handlers below are there
     child = os.fork()
     if child == 0:
-        runner.close()
+        to_runner.close()
         if os.fork():
             os._exit(0)
-        _be_runner(watchdog, tag, work)
-    watchdog.close()
+        _be_runner(to_watchdog, tag, work)
+    to_watchdog.close()
     os.waitpid(child, 0)
     signals = wake_at(*ENDING)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     answer, is_open = b"", True
     while is_open:
-        ready, _, _ = select.select([runner.fileno(), signals], [], [])
+        ready, _, _ = select.select([to_runner.fileno(), signals], [], [])
         if signals in ready:
             os.read(signals, 1024)
             with suppress(OSError):  # the runner is dead, and the next read says so
-                runner.sendall(b"T")
-        if runner.fileno() in ready:
+                to_runner.sendall(b"T")
+        if to_runner.fileno() in ready:
             # It may end before it has read the last signal; its answer comes all the same.
             with suppress(ConnectionResetError):
-                data = runner.recv(4096)
+                data = to_runner.recv(4096)
                 answer, is_open = answer + data, bool(data)
     killed = kill_tagged(tag)  # none, unless the runner was killed or failed
     if answer:
@@ -87,8 +87,8 @@ def supervise(tag: str, work: Callable[[Runner], int]) -> EndRecord:
     return end._replace(began_at=began_at, ended_at=time.time())
 
 
-def _be_runner(watchdog: socket.socket, tag: str, work: Callable[[Runner], int]) -> NoReturn:
-    runner = Runner(watchdog, tag)
+def _be_runner(to_watchdog: socket.socket, tag: str, work: Callable[[Runner], int]) -> NoReturn:
+    runner = Runner(to_watchdog, tag)
     code = 125
     try:
         os.setsid()
@@ -103,23 +103,30 @@ def _be_runner(watchdog: socket.socket, tag: str, work: Callable[[Runner], int])
     finally:
         end = EndRecord(code, runner.cause, runner.ending, left_on=runner.left_on)
         with suppress(OSError):  # the watchdog is dead
-            watchdog.sendall(json.dumps(end._asdict()).encode())
+            to_watchdog.sendall(json.dumps(end._asdict()).encode())
         os._exit(0)
 
 
 class Runner:
-    """Starts the command and lets nothing of it outlive ``run``."""
+    """The runner process as ``work`` sees it: runs a command, reads the stop order, keeps the end.
 
-    def __init__(self, watchdog: socket.socket, tag: str) -> None:
-        self._watchdog = watchdog
+    A task's work calls ``run``, which lets nothing of the command outlive it. The drivers of groups
+    and arrays run no command here: they read ``order``, and set ``ending``, ``cause`` and
+    ``left_on`` by themselves.
+    """
+
+    def __init__(self, to_watchdog: socket.socket, tag: str) -> None:
+        self._to_watchdog = to_watchdog
         self._tag = tag
-        #: See ``EndRecord``: its text, cause and ``left_on``.
+        #: For the ``EndRecord``: its text, cause and ``left_on``.
         self.ending, self.cause = "", "NONE"
         self.left_on: tuple[str, ...] | None = ()
 
     def order(self) -> bytes | None:
         """Read the watchdog's message: ``T`` to end, empty when it is dead, or ``None``."""
-        return self._watchdog.recv(1) if select.select([self._watchdog], [], [], 0)[0] else None
+        if not select.select([self._to_watchdog], [], [], 0)[0]:
+            return None
+        return self._to_watchdog.recv(1)
 
     def run(self, argv: Sequence[str], env: dict[str, str], cwd: str, grace_s: float) -> int:
         """Run one command to its end and return its exit code, 128 + n after signal n.
@@ -128,19 +135,19 @@ class Runner:
         SIGTERM, ``grace_s`` seconds, SIGKILL.
         """
         if self.order() is not None:
-            # Ray holds a stop that comes before the start back until the start.
+            # Ray delays a stop until the job has started.
             self.cause, self.ending = "CANCELLED", "cancelled before it started"
             return 143
         children = Supervisor()
         command = children.add(Child(argv, {**env, TAG: self._tag}, cwd, Output().take))
         if command.reason:  # readers of what the command has printed do not see the last line
             say(command.reason)
-        watched = [self._watchdog]
+        watched = [self._to_watchdog]
         is_cancelled = False
         while not children.step(grace_s):
-            if self._watchdog in children.wait(watched):
+            if self._to_watchdog in children.wait(watched):
                 is_cancelled = True
-                if not self._watchdog.recv(1):  # it is dead: its killer wants the job to end
+                if not self._to_watchdog.recv(1):  # it is dead: its killer wants the job to end
                     watched, grace_s = [], 0.0
                 children.end(grace_s)
         code = command.code or 0
@@ -179,7 +186,7 @@ class Child:
                 stdout=subprocess.PIPE if callable(output) else output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=before_exec,
+                preexec_fn=prepare_child,
             )
         except (OSError, ValueError) as error:
             self.code, self.reason = explain_start(argv, env, cwd, error)
@@ -401,8 +408,8 @@ def wake_at(*numbers: signal.Signals) -> int:
     return woken
 
 
-def before_exec() -> None:
-    """Prepare a command's process before it becomes the command."""
+def prepare_child() -> None:
+    """Let a process that was just forked be ended by signals, and by the death of its parent."""
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
