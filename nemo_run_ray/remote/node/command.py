@@ -28,10 +28,10 @@ _FAILED = (
 #: A cancelled task is not one whose startup command has failed.
 _STOPPED = "trap 'trap - EXIT TERM; kill -TERM $$' TERM"
 _CHECK = 'nemo_run_ray_code=$?; [ "$nemo_run_ray_code" -eq 0 ] || exit "$nemo_run_ray_code"'
-#: ``python`` of a node that calls it python3: the one that runs us.
+#: Replaces ``python``, where a node has only python3, by the interpreter that runs us.
 _FIND_PYTHON = (
     '[ "${nemo_run_ray_argv[0]}" != python ] || command -v python >/dev/null || '
-    "nemo_run_ray_argv[0]="
+    f"nemo_run_ray_argv[0]={shlex.quote(sys.executable)}"
 )
 
 
@@ -81,6 +81,5 @@ def in_shell(
         # Behind `eval … ||` a `set -e` of the command would have no effect.
         shown = repr(" ".join(command.split())[:200])
         lines += [f"nemo_run_ray_step={shlex.quote(shown)}", f"eval {shlex.quote(command)}", _CHECK]
-    lines += [f"{_FIND_PYTHON}{shlex.quote(sys.executable)}", "trap - EXIT TERM"]
-    lines.append('exec -- "${nemo_run_ray_argv[@]}"')
+    lines += [_FIND_PYTHON, "trap - EXIT TERM", 'exec -- "${nemo_run_ray_argv[@]}"']
     return ["bash", "-lc" if is_login else "-c", "\n".join(lines), "bash", *argv]
