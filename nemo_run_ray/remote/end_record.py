@@ -1,9 +1,9 @@
-"""The end of a command: the last line of its job's log, written once and read by everyone.
+"""The end of a command: the last line of its job's log, with a proof of the exit code.
 
-The line is a JSON record behind a mark with the nonce of the submission. It is written when no
-process of the command exists any more, and carries a proof of the exit code by a key that the
-command never sees. The lock of the key is in the job's metadata, so whoever can read the job table
-can check the proof, and nobody has to keep a key.
+It is written once, and everyone reads it: a JSON record behind a mark with the nonce of the
+submission. It is written when no process of the command exists any more, and carries a proof of the
+exit code by a key that the command never sees. The lock of the key is in the job's metadata, so
+whoever can read the job table can check the proof, and nobody has to keep a key.
 
 Ray's job table counts. Where it is wrong (Ray 2.54 to 2.60) the proven record does:
 

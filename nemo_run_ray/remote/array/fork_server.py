@@ -150,7 +150,7 @@ def _fork_element(
             _run(template, order, main_ended)
         os.close(begins)
         code = 0 if os.read(begun, 1) else errno.ECHILD
-    except BaseException as error:  # the element's also, of NumPy or PyTorch
+    except BaseException as error:  # in the element's process: NumPy or PyTorch take no seed
         traceback.print_exc()
         code = getattr(error, "errno", None) or 1
     finally:

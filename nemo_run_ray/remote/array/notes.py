@@ -64,7 +64,10 @@ def forget(run_dir: str) -> None:
 
 
 def _folder_of(run_dir: str) -> str:
-    """The folder of a host's notes and run directory. Python passes over one that is full now."""
+    """The folder of a host's notes and run directory.
+
+    ``tempfile`` would skip a folder that has become full.
+    """
     given = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
     places = [one for one in (*given, "/tmp", "/var/tmp", "/usr/tmp") if os.access(one, os.X_OK)]
     folders = list(map(run_dirs, places))

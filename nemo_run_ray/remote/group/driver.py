@@ -1,7 +1,7 @@
-"""The driver of a group: a Ray program that feeds the pure machine and carries out its actions.
+"""The driver of a group: places the roles on nodes, feeds the pure machine, and does what it says.
 
-It holds no resources. One placement group gives all replicas their nodes. In the bundle of each
-replica one actor starts its process and passes its reports back.
+It is a Ray program that holds no resources. One placement group gives all replicas their nodes. In
+the bundle of each replica one actor starts its process and passes its reports back.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def log_end(path: str | os.PathLike[str]) -> str:
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - 8192, 0))
         text = file.read().decode(errors="replace")
-        # `ray start` says how to use Ray, which says nothing of an end.
+        # `ray start` says how to use Ray; its hints do not explain a failure.
         text = re.sub(r".*[ \t](INFO|SUCC) \w+\.py:\d+ -- .*", "", text)
         lines = [line.rstrip() for line in text.split("\n") if line.strip()][-12:]
         if not lines:
@@ -87,7 +87,7 @@ class Lines:
 
 
 class Output:
-    """The command's output on its way into the job's log, also of a line that is not complete.
+    """Passes a command's output on to the job's log at once, without waiting for the line's end.
 
     All readers must count the same characters, which is how one that was cut off finds its place.
     """

@@ -117,12 +117,12 @@ def _restore_manifest(code: str) -> None:
 def take_key() -> str:
     """Read the key that proves the job's end, and remove the file that brought it.
 
-    The archive with it leaves the job's configuration too: Ray would unpack it for workers of a
+    Its archive is also removed from the job's configuration: Ray would unpack it for workers of a
     command that is a Ray program. The key is empty when it is not on this node any more.
     """
     path = archived(KEY)
     if path is None:
-        return ""  # of a driver that is started again
+        return ""  # a restarted driver finds none
     uri = f"gcs://{os.path.basename(os.path.dirname(path))}.zip"
     with suppress(KeyError, ValueError):  # a Ray that says it otherwise
         config = json.loads(os.environ[JOB_CONFIG])
