@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 LINE_MAX_CHARS = 1024**2
 #: Characters that hold the longest line of an end record.
 _ENDING_CHARS = 2**14
+#: The two ways to read a log, as the argument of ``read``.
+_AS_IT_GROWS, _WHOLE = False, True
+#: Barren rounds, which are those without new text, until one round reads the whole log.
 _BARREN_ROUNDS = 3
 #: Attempts to read the log of a job that is over, without progress, before that is an error.
 _ROUNDS_AFTER_END = 6
@@ -27,11 +30,12 @@ _PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 #: Ray's line after which a log has only lines of the command and of this package begins so.
 #: Ray writes it into a buffer, which may be flushed when the command has printed something already.
 _ENTRYPOINT = "Running entrypoint for job "
-#: Ray's own lines before that one.
+#: Ray's own lines before the line of the entrypoint.
 OF_RAY = re.compile(r"\d{4}-\d\d-\d\d .* job_manager\.py:\d+ -- ")
-#: The one of them that says nothing to who reads the log of a job that never started.
+#: One of Ray's own lines, which tells the reader nothing when the job never started.
 _SETTING_UP = re.compile(rf"{OF_RAY.pattern}Runtime env is setting up\.")
-#: Lines before that one that are held back: a Ray that words it otherwise must not hide a log.
+#: Maximum number of lines that are held back before the line of the entrypoint: a Ray that words
+#: that line otherwise must not hide a log.
 _HEAD_MAX_LINES = 1000
 
 
@@ -62,18 +66,28 @@ def follow(
         JobError: there is no such log.
     """
     place, ending = 0, ""  # characters that were passed on, and the last ones
-    over = has_waited = is_complete = False
+    over = is_complete = False
+    was_read_after_end = False  # one whole round has read the log after the job's end
+    # barren: rounds without new text; after three of them one round reads the whole log, and the
+    # count starts again. failures: rounds in a row that failed without new text.
     barren = failures = 0
     while True:
         before = place
         try:
             over = over or is_over()
-            # The WebSocket needs two seconds before its first text, and some proxies pass none on.
-            # Where the whole log breaks off, because it is huge, it comes by the WebSocket.
-            at_once = (over and failures % 2 == 0) or barren >= _BARREN_ROUNDS
-            # The WebSocket may stop early: then the job's last lines come the other way.
-            for whole in (False, True) if over and not at_once else (at_once,):
-                for fresh in beyond(place, read(whole)) if not is_complete else ():
+            if barren >= _BARREN_ROUNDS or (over and failures % 2 == 0):
+                # The WebSocket needs two seconds before its first text; some proxies pass on none.
+                ways = [_WHOLE]
+            elif over:
+                # The whole log broke off, because it is huge, so it comes by the WebSocket. That
+                # may stop early: then the job's last lines come the other way.
+                ways = [_AS_IT_GROWS, _WHOLE]
+            else:
+                ways = [_AS_IT_GROWS]
+            for way in ways:
+                if is_complete:
+                    break
+                for fresh in beyond(place, read(way)):
                     place += len(fresh)
                     ending = (ending + fresh)[-_ENDING_CHARS:]
                     yield fresh
@@ -81,18 +95,21 @@ def follow(
                     is_complete = last_line.startswith(end_marks) and ending.endswith("\n")
                     if is_complete:
                         break  # the server would keep the stream open for seconds more
-            if over and (is_complete or has_waited):
+            if over and (is_complete or was_read_after_end):
                 return
-            failures, has_waited = 0, over
+            failures, was_read_after_end = 0, over
         except (Unanswered, StreamCut) as error:  # the next round continues at this place
             failures = 0 if place > before else failures + 1
             if over and failures >= _ROUNDS_AFTER_END:
                 raise
             if failures == _BARREN_ROUNDS and not over:
                 log.warning("The log continues when the cluster answers again: %s", error)
-        barren = 0 if place > before or barren >= _BARREN_ROUNDS else barren + 1
+        if place > before or barren >= _BARREN_ROUNDS:
+            barren = 0
+        else:
+            barren += 1
         # A job whose first process was killed is over for Ray before the others have said why.
-        sleep(1.0 if has_waited else _PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
+        sleep(1.0 if was_read_after_end else _PAUSES_S[min(barren, len(_PAUSES_S) - 1)])
 
 
 def beyond(place: int, texts: Iterable[str]) -> Iterator[str]:
@@ -119,8 +136,9 @@ def output_of(
     A line that has no end yet is passed on, as far as it is there, when it cannot be one of ours.
     The head of the log of a job that never started is all that there is, and is passed on.
     """
-    head: list[str] | None = []  # lines before that of the entrypoint; ``None`` behind it
-    at_start = True  # of a line, and not behind the part of it that was passed on
+    # The lines before the line of the entrypoint; ``None`` when that line has been read.
+    head: list[str] | None = []
+    at_start = True  # the next text begins a line: no part of that line was passed on
     error: Exception | None = None
 
     def is_tasks(begun: str) -> bool:
@@ -136,7 +154,7 @@ def output_of(
             if line.startswith(end_marks):
                 continue
             if line.startswith(attempt_marks):
-                yield from head or ()  # of an attempt that never started
+                yield from head or ()  # the lines of an attempt that never started
                 yield f"{PREFIX}attempt {line.rpartition(' ')[2]}"
                 head = []
             elif head is None:
@@ -144,7 +162,7 @@ def output_of(
             elif _ENTRYPOINT in line:
                 yield from (printed for printed in head if not OF_RAY.match(printed))
                 head, early = None, line.partition(_ENTRYPOINT)[0]
-                if early:  # of a line that continues behind Ray's
+                if early:  # the task's words, which Ray's line has cut in two
                     yield early
             elif not _SETTING_UP.match(line):
                 head.append(line)
