@@ -1,6 +1,6 @@
-"""Jobs that are submitted together: each once, whatever answer is lost; their plan and status.
+"""Submissions of single jobs and of dispatches, each once, whatever answer is lost; their status.
 
-A job that the client submits itself is a plan of one job without a dispatcher. The plan of a
+A job that the client submits itself is a dispatch of one job without a dispatcher. The plan of a
 dispatcher's jobs is in the experiment's folder, with all that a dispatcher needs to be started
 again, by any client::
 
@@ -130,8 +130,8 @@ class DispatchStatus:
     rows: JobRows
     #: Attempts of every job by number, by the id of the first one.
     attempts: Mapping[str, Mapping[int, Attempt]]
-    #: Attempts of the dispatcher, or of the job without one, by number.
-    dispatcher: Mapping[int, Attempt]
+    #: By number, the attempts under the dispatch's own id: of its dispatcher, or of its direct job.
+    own_attempts: Mapping[int, Attempt]
     #: Reason for which the cluster has it no more; empty as long as it has.
     lost: str = ""
 
@@ -144,13 +144,13 @@ class DispatchStatus:
         moment. A second one beside it does no harm.
         """
         now = time.time()
-        last = self.dispatcher.get(max(self.dispatcher, default=0))
+        last = self.own_attempts.get(max(self.own_attempts, default=0))
         if last and last.exit_code == JobExit.OUT_OF_TIME and last.ended_at > now - _RENEWAL_S:
             return True
         return any(
             row.is_live
             and (row.status.state is not JobState.PENDING or row.posted_at > now - PENDING_MAX_S)
-            for row in self.dispatcher.values()
+            for row in self.own_attempts.values()
         )
 
     @property
@@ -160,9 +160,11 @@ class DispatchStatus:
 
 
 class Dispatch:
-    """One dispatch of an experiment, with the id of its dispatcher, or of the job without one.
+    """One dispatch of an experiment: jobs that are submitted together, or one direct job.
 
-    All users of a process share one by ``Dispatch.of``.
+    A dispatch has its dispatcher's id. A direct job is one that the client submits itself, without
+    a dispatcher: then the dispatch has that job's id and is made from its record. All users of a
+    process share the dispatch of a dispatcher by ``Dispatch.of``.
     """
 
     def __init__(self, exp_dir: Path, name: str, record: JobRecord | None = None) -> None:
@@ -174,12 +176,13 @@ class Dispatch:
         #: When this process may start its dispatcher again, by the monotonic clock, and how often
         #: it has done so.
         self.revive_at, self.revivals = 0.0, 0
+        #: The nonces of all submissions of a direct job: several processes may have submitted it.
         self._nonces: frozenset[str] = frozenset()
         if record is not None:
             nonce = record.nonces[-1]
             jobs = (DispatchedJobSpec(record.job, name, nonce, {}),)
             self.spec = DispatchSpec(name, nonce, jobs, record.session)
-            self._nonces = frozenset(record.nonces)  # several processes may have submitted it
+            self._nonces = frozenset(record.nonces)
 
     @classmethod
     def of(cls, exp_dir: Path, dispatcher_id: str) -> Dispatch:
@@ -247,23 +250,24 @@ class Dispatch:
             if self._last is not None and self._last.rows is rows:
                 return self._last
             wanted, nonce = self.spec.ids, self.spec.nonce
-            table = {
-                name: attempt_of_row(row)
-                for name, row in rows.items()
-                if name in wanted or first_id(name) in wanted
-            }
-            for name, row in table.items():
-                if row.nonce in self._nonces:
-                    table[name] = replace(row, nonce=nonce)
+            table: dict[str, Attempt] = {}
+            for name, row in rows.items():
+                if name in wanted or first_id(name) in wanted:
+                    attempt = attempt_of_row(row)
+                    # ``decide`` knows one nonce; the rows of the other submissions of the same
+                    # direct job get it.
+                    if attempt.nonce in self._nonces:
+                        attempt = replace(attempt, nonce=nonce)
+                    table[name] = attempt
             attempts = attempts_of([self.id, *(job.id for job in self.spec.jobs)], table)
-            own = {n: row for n, row in attempts[self.id].items() if row.nonce == nonce}
+            own = {n: attempt for n, attempt in attempts[self.id].items() if attempt.nonce == nonce}
             decision = decide(self.spec, table, time.time())
             self._last = DispatchStatus(decision, rows, attempts, own)
             return self._last
 
     def _look(self, api: JobsApi, snapshot: Snapshot) -> DispatchStatus:
         found = self.decided(snapshot.rows(api))
-        if found.dispatcher:
+        if found.own_attempts:
             return found
         url, session = api.dashboard.url, self.spec.session
         now = snapshot.once(api, "session", lambda: api.version(0.0)["session_name"])
@@ -351,7 +355,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: Json) -> str:
 
     found = dispatch.look(api, Snapshot(is_fresh=True))
     spec, folder, nonce = dispatch.spec, dispatch.folder, dispatch.spec.nonce
-    name = attempt_id(dispatch.id, max(found.dispatcher, default=0) + 1)
+    name = attempt_id(dispatch.id, max(found.own_attempts, default=0) + 1)
     try:
         start: Json = json.loads((folder / "dispatcher.json").read_text(encoding="utf-8"))
         packages = list(start["archives"])
@@ -464,7 +468,7 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
         return  # the next look sees what has become of them
     for record in records:
         if not record.dispatcher:
-            # Ray forgets with its head the stop that it was told before the start.
+            # When the head restarts, Ray forgets a stop that was requested before the job began.
             for action in Dispatch.of_job(record).decided(rows).decision.actions:
                 if action.do is Do.STOP and is_running(own[action.submission_id]):
                     api.stop(action.submission_id)
@@ -473,7 +477,7 @@ def _tend_on(api: JobsApi, records: list[JobRecord]) -> None:
         dispatch = Dispatch.of(record.exp_dir, name)
         found = dispatch.look(api, snapshot)
         # Its first dispatcher may be on its way: the client sends the archives before.
-        is_young = time.time() - record.intended_at < 120.0 and not found.dispatcher
+        is_young = time.time() - record.intended_at < 120.0 and not found.own_attempts
         if is_young or not found.is_stuck:
             continue
         with store_of(record.exp_dir).lock:
@@ -536,8 +540,11 @@ class StopRequests:
             self._asked_at[submission_id] = now
 
     @property
-    def have_settled(self) -> bool:
-        """Whether what is still pending waits for room, and Ray holds it back from its start."""
+    def are_trusted(self) -> bool:
+        """Whether a stop was still sent ``STOP_TRUST_S`` after the cancellation began.
+
+        From then on a pending attempt counts as stopped: Ray holds it back from its start.
+        """
         return max(self._asked_at.values(), default=0.0) - self._began_at >= STOP_TRUST_S
 
 

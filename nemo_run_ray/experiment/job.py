@@ -299,12 +299,14 @@ class RemoteJob:
         """The status that a job table proves, and the row of the attempt that it is about."""
         status = seen.decision.statuses[self.name]
         row = seen.rows.get(self.ran_as(status)) if status.attempt else None
-        if self.is_direct and status.state is JobState.WAITING:  # it is started once
-            never = "The client died, or was refused, before the job reached the cluster."
-            status = JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, never, attempt=0)
-            if row is not None:
-                status = status_of_row(row)
-        return status, row
+        if not self.is_direct or status.state is not JobState.WAITING:
+            return status, row
+        if row is not None:
+            # Ray gave its start up; nobody tries a direct job again, so the row's own status
+            # counts.
+            return status_of_row(row), row
+        never = "The client died, or was refused, before the job reached the cluster."
+        return JobStatus(JobState.WAITING, Reason.NOT_SUBMITTED, never, attempt=0), None
 
     def _lost(self, snapshot: Snapshot, why: str) -> JobStatus:
         """Its status by what a cluster that is gone has kept."""
@@ -388,12 +390,13 @@ class RemoteJob:
         def step() -> tuple[JobStatus, Snapshot] | None:
             snapshot = Snapshot(is_fresh=True)
             status, row = self._look(snapshot)
-            is_live = is_active(row or {})
-            is_held = is_pending(row or {}) and stops.have_settled
-            if status.state.is_terminal and (is_held or not is_live):
+            row = row or {}
+            # A claim makes the decision CANCELLED; a pending row may stay in the table.
+            may_run = is_active(row) and not (is_pending(row) and stops.are_trusted)
+            if status.state.is_terminal and not may_run:
                 return status, snapshot
             api = self.api()
-            if is_live:
+            if is_active(row):
                 stops.ask(api, self.ran_as(status))
             if status.state in (JobState.WAITING, JobState.PENDING):
                 claim(api, attempt_id(self.id, status.attempt + 1), self.record.nonces[-1])
@@ -570,7 +573,7 @@ class RemoteJob:
         ranges: list[list[int]] = []
         for index in indices:
             if ranges and (only_waiting or index == ranges[-1][1] + 1):
-                ranges[-1][1] = index  # the driver leaves those between that do not wait alone
+                ranges[-1][1] = index  # the driver skips elements in between that are not waiting
             else:
                 ranges.append([index, index])
         request = json.dumps({"cancel": ranges, "only_waiting": only_waiting})
@@ -616,8 +619,8 @@ class RemoteJob:
             JobError: there is no log.
         """
         if self.kept.log.exists():
-            # It was taken when the job was over, and its last processes may write a moment later:
-            # it counts where the cluster has the attempt that it ends with no more.
+            # It was copied when the job was over, and the job's last processes may have written a
+            # moment later: the kept log is used once the cluster no longer has the last attempt.
             row: JobRow | None = None
             with suppress(NemoRunRayError):
                 row = self.api().job(self.ran_as(self.look(Snapshot())))
@@ -669,8 +672,9 @@ class RemoteJob:
                     raise JobError("it did not arrive in time.")
                 yield text
 
-        texts = self.saved_log()
-        if not self.left_logs():
+        if self.left_logs():
+            texts = self.saved_log()
+        else:
             texts = self._joined(self._read(one + 1, at_once=True) for one in range(status.attempt))
         self.kept.keep_log(in_time(texts), self.record.keep_logs_max_bytes)
 
@@ -919,22 +923,23 @@ def _note(
     for name, attempt in seen.items():
         if attempt.state is not JobState.RUNNING:
             store.waited_at[name] = now
-        # It was posted, or seen waiting, a moment ago, so it has begun now.
+        # The attempt was posted, or seen waiting, a moment ago, so it has begun now.
         elif now - max(attempt.posted_at, store.waited_at.get(name, 0.0)) <= 10.0:
             seen[name] = replace(attempt, running_at=now)
-    # One that Ray only holds back may start after all, and is stopped then. An id that another
-    # submission has may be that of this job by `resume`, which is not read yet.
+    # Ray still holds a pending attempt back, which may start after all and be stopped then.
     is_held_back = job.is_direct and not all(attempt.state.is_terminal for attempt in seen.values())
     has_ended = status.state.is_terminal and (is_final or not is_held_back)
+    # A foreign nonce may be ours, of a `resume` that this process has not read yet.
+    is_foreign = status.reason is Reason.TAKEN
     attempts = merged(current.attempts, seen)
     rows = list(attempts.values())
-    if not has_ended or status.state is JobState.LOST or status.reason is Reason.TAKEN:
+    if not has_ended or is_foreign or status.state is JobState.LOST:
         if attempts != current.attempts:
             store.ledger.note(SEEN, job.id, attempts=rows)
         return
     end: Json = {"state": status.state, "reason": status.reason.value}
     end |= {"detail": status.detail, "ended_at": now}
-    # One that has not started, Ray would stop at its start.
+    # Attempts that are not over end like the job: Ray stops a pending one as soon as it starts.
     rows = [row if row.state.is_terminal else replace(row, **end) for row in rows]
     store.ledger.note(TERMINAL, job.id, status=status, attempts=rows)
 
