@@ -1,4 +1,7 @@
-"""``ShipSource``: the plug-in of NeMo-Run that sends a task's source code with it."""
+"""``ShipSource``: the plug-in of NeMo-Run that sends a task's source code with it.
+
+It packs the code into the environment of Lepton and DGX Cloud pods.
+"""
 
 from __future__ import annotations
 

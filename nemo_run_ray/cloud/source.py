@@ -1,4 +1,4 @@
-"""Chooses the files of a source tree that are sent, reads them, and writes archives of them.
+"""Chooses the files of a source tree that are sent, reads them, and writes plain tar files of them.
 
 git itself lists them: what it tracks, and what it does not ignore.
 """

@@ -1,5 +1,6 @@
-"""A cluster file by its name: found, read by the reader of its format, and checked.
+"""A cluster file by its name: found, read, and its keys checked against the schema and each other.
 
+Its errors name the file and the line. Another project's file is read by the reader of its format.
 A name is a path, or is looked for in these folders, in their order:
 
 1. ``NEMO_RUN_RAY_CONFIG_DIR``,

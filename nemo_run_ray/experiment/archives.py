@@ -235,7 +235,8 @@ def secrets_archive(
     entries = [Entry(SECRETS, json.dumps(values).encode(), 0o600)]
     if key:
         entries.append(Entry(KEY, key.encode(), 0o600))
-    digest = hashlib.sha256(nonce.encode()).hexdigest()  # holds no value, since names are public
+    # It is made from the nonce alone: archive names are public.
+    digest = hashlib.sha256(nonce.encode()).hexdigest()
     return Archive("The secrets", entries, digest)
 
 
@@ -290,7 +291,7 @@ def _folder(root: Path, prefix: str, wanted: Callable[[Path], bool]) -> Iterator
 def _digest(entries: Sequence[Entry]) -> str:
     digest = hashlib.sha256()
     for entry in entries:
-        # Ray leaves the first two out, without an error, when it unpacks an archive.
+        # Ray drops names with a backslash or a drive, silently.
         is_utf_8 = not re.search("[\ud800-\udfff]", entry.name)
         if "\\" in entry.name or ntpath.splitdrive(entry.name)[0] or not is_utf_8:
             raise PackagingFailed(

@@ -1,7 +1,8 @@
-"""The records of an experiment in its folder: its ledger of requests, and what is kept of jobs.
+"""The experiment's folder: its ledger of requests, and the logs and files that are kept of jobs.
 
-It lets another process find the cluster and the ids; the truth about a job's state is the
-cluster's. A line is written, flushed and synced before the request that it announces.
+dispatch.py writes the plans of dispatches into it too. The ledger lets another process find the
+cluster and the ids; the truth about a job's state is the cluster's. A line is written, flushed and
+synced before the request that it announces.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ class Kept:
     """The files of one job. ``copy`` begins the path of a second file for its log, if any."""
 
     def __init__(self, exp_dir: Path, submission_id: str, copy: str = "") -> None:
-        # Whatever a ledger says, the name's end is this one: no other file is replaced.
+        # The end of the name is fixed, so that a forged ledger cannot overwrite other files.
         self._copy = Path(f"{copy}_{submission_id}_srun.log") if copy else None
         self._beginning = exp_dir / "ray_logs" / submission_id
         self.log = Path(f"{self._beginning}.log")
@@ -239,7 +240,7 @@ class Kept:
     def keep_log(self, texts: Iterable[str], most_bytes: int | None = None) -> None:
         """Write the log, and a second one where that belongs on this machine.
 
-        None is left when reading or writing the first one fails.
+        No file is left if reading or writing the first one fails.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         pieces = (text.encode(errors="replace") for text in texts)

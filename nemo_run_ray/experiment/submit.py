@@ -92,7 +92,8 @@ class Batch:
         Of a dry run what is packed is not kept.
         """
         secrets_archive(planned.spec.secrets, "", planned.secret_places)
-        if planned.submission_id == next(iter(self.plans), planned.submission_id):
+        is_first = not self.plans or planned.submission_id == next(iter(self.plans))
+        if is_first:
             # The files may have changed since the last dry run, which kept none.
             self._code = {}
         code = {role: self._code_archive(own, is_dry) for role, own in planned.packagers.items()}
