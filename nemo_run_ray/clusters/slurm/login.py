@@ -76,7 +76,7 @@ class Login:
             raise Unanswered(f"The connection to {self.name} has broken off: {why or 'no reason'}")
         if code < 0:
             raise Unanswered(f"A command on {self.name} was killed.")
-        # What the start files of a login shell print comes before.
+        # Drop what login files print before the mark.
         output = output.partition(f"{_MARK}\n".encode())[2]
         if code != 0:
             reason = (errors.strip() or output.strip()).decode(errors="replace")
@@ -118,6 +118,6 @@ class Login:
 
 
 def key_of(tunnel: Any) -> str:
-    """All by which the way of a tunnel differs from others; a command may choose another Slurm."""
+    """What distinguishes one tunnel from another; a ``pre_command`` may choose another Slurm."""
     names = ("key", "port", "identity", "pre_command")
     return repr([type(tunnel).__name__, *(getattr(tunnel, name, None) for name in names)])

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @strict_init
 @dataclass
 class Sidecar(ConfigurableMixin):
-    """A command that runs beside Ray for the life of an allocation: a code sandbox, a cache.
+    """A command that runs beside Ray as long as an allocation lasts: a code sandbox, a cache.
 
     No job starts before every sidecar is ready, and the allocation ends when one of them does.
 
@@ -121,17 +121,17 @@ def template_folder() -> Iterator[str]:
         yield folder
 
 
-def job_script(cluster: SlurmCluster, life: str) -> str:
+def job_script(cluster: SlurmCluster, folder: str) -> str:
     """The text for ``sbatch``.
 
     Args:
         cluster: what it is to be; its executor stays as it is.
-        life: folder of the allocation, in which all its files are.
+        folder: of the allocation, in which all its files are.
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
     variables = {
-        LIFE: life,
+        LIFE: folder,
         IDLE_TIMEOUT: str(cluster.idle_timeout_s or ""),
         RENEW: "1" if cluster.renew else "",
         SIDECARS: json.dumps([sidecar.spec() for sidecar in cluster.sidecars]),
@@ -141,17 +141,17 @@ def job_script(cluster: SlurmCluster, life: str) -> str:
     executor.nodes = cluster.nodes or executor.nodes
     executor.time = cluster.walltime or executor.time
     executor.job_details = copy.deepcopy(executor.job_details)
-    executor.job_details.folder = f"{life}/logs"
+    executor.job_details.folder = f"{folder}/logs"
     quoted = {key: shlex.quote(value) for key, value in variables.items()}
     executor.env_vars = {**executor.env_vars, **quoted}
     if cluster.renew:
         # In a container too, the nodes read the files of the allocations before.
-        folder = os.path.dirname(os.path.dirname(life))
-        executor.container_mounts = [*executor.container_mounts, f"{folder}:{folder}"]
+        shared = os.path.dirname(os.path.dirname(folder))  # the cluster's
+        executor.container_mounts = [*executor.container_mounts, f"{shared}:{shared}"]
     with template_folder() as templates:
         request = SlurmRayRequest(
             name=cluster.name,
-            cluster_dir=life,
+            cluster_dir=folder,
             template_name=TEMPLATES[0],
             template_dir=templates,
             executor=executor,

@@ -1,5 +1,4 @@
-"""One node's part in the cluster: it reports, shows that it lives, starts Ray and its sidecars,
-watches them and ends them."""
+"""Program of every node of an allocation: reports, shows that it lives, runs Ray and sidecars."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def renew(world: World, **variables: str) -> str:
     job = f"""
 first_environment=$(export -p)
 export SLURM_JOB_ID=101 SLURM_JOB_NAME=one RAY_ADDRESS=dead SANDBOX_PORTS_DIR=/old
-export NEMO_RUN_RAY_LIFE={world.life()} life_number=1
+export NEMO_RUN_RAY_LIFE={world.life()} allocation_number=1
 {functions}
 renew
 """
