@@ -318,7 +318,7 @@ def test_a_client_that_dies_on_its_way(allocations, monkeypatch, moment):
 def test_a_job_that_slurm_takes_late_ends_by_itself(allocations):
     """It was given up, and another one has its name."""
     cluster = allocations.cluster()
-    late = cluster._of_name
+    late = cluster._own_allocations
     assert late.ask("claim", number=1, user="late")
     monitored = allocations.life()
     cluster_script = cluster._script(str(monitored))
@@ -411,7 +411,7 @@ def test_by_ssh_that_breaks_off(allocations, sshd):
     for _ in range(3):
         assert sshd.drop()
         wait_for(lambda: _answers(dashboard, session), 30)
-        assert cluster._of_name.look().number == 1
+        assert cluster._own_allocations.look().number == 1
     cluster._leave()
     wait_for(lambda: not allocations.jobs("RUNNING"), 60)
 

@@ -32,10 +32,10 @@ from nemo_run_ray.remote.spec import JobRows, Json, rows_in
 
 #: Seconds between two questions to Slurm's controller, which serves everybody.
 PAUSE_S = 30.0
-#: Seconds that the script may ask Slurm for the job of an allocation that it has claimed: several
-#: times.
+#: Seconds for which the script may ask Slurm, several times, for the job of the next allocation,
+#: which it has claimed.
 RENEWAL_S = 600.0
-#: The same from the end of an allocation until its script has claimed the next one; clocks of hosts
+#: Seconds from the end of an allocation until its script has claimed the next one; clocks of hosts
 #: may differ by some minutes.
 _ASKING_S = 300.0
 #: Seconds for which an answer counts for what is there now.
@@ -45,21 +45,26 @@ _MODULES = {module.__name__: inspect.getsource(module) for module in (files, on_
 
 @dataclass(frozen=True)
 class SlurmAllocation:
-    """The newest allocation of a cluster, in one look."""
+    """The newest allocation of a cluster, in one look: one Slurm job, and the newest run of it.
+
+    ``clusters/slurm/__init__.py`` explains the files that it is read from.
+    """
 
     number: int  # counts the allocations from 1
     claimed: str = ""  # the user who may submit its job
-    is_sent: bool = False  # whether that was begun
-    renewed: bool = False  # whether it continues the dispatches of the allocation before
+    is_sent: bool = False  # whether somebody has begun to submit it
+    is_renewal: bool = False  # whether it continues the dispatches of the allocation before
     job: str = ""  # Slurm's number of its job; empty until Slurm has taken it
     refused: str = ""  # by `sbatch`, with its message
     stop: str = ""  # why a user has stopped it, or a client gave it up
-    run: str = ""  # folder of the job's run, below the allocation's; empty until it runs
+    run: str = ""  # folder of its newest run, below the allocation's; empty before the first one
     head: HeadAddress | None = None  # once the cluster is ready
-    end: RunEnd | None = None  # of the run
+    end: RunEnd | None = None  # of that run, once it is over
     token: str = field(default="", repr=False)  # Ray's
-    ended_s: float = 0.0  # seconds since its end, by the clocks of two hosts
-    jobless_s: float = 0.0  # the same since it was claimed, as long as it has no job
+    ended_s: float = 0.0  # seconds since that end, by the clocks of two hosts
+    # Seconds since the last change of its folder, by the clocks of two hosts: before it has a job,
+    # since it was claimed or a file was added.
+    unchanged_s: float = 0.0
     has_queue: bool = False  # whether Slurm has answered since the folder was changed
     queued: Mapping[str, str] | None = None  # its job as Slurm has it; see on_login._COLUMNS
 
@@ -80,8 +85,8 @@ class SlurmAllocation:
         return bool(self.job) and self.has_queue and self.queued is None
 
     @property
-    def is_renewing(self) -> bool:
-        """Whether its script, at its end, is about to ask for the next allocation."""
+    def asks_for_next(self) -> bool:
+        """Whether its script, at its end, asks for the next allocation now."""
         if self.end is None or not self.end.renews or self.stop:
             return False
         return self.ended_s < _ASKING_S
@@ -93,7 +98,7 @@ class SlurmAllocation:
             return False
         if self.is_queued:
             return True
-        # By SIGTERM Slurm ends a start. What it says next tells whether it was the last one.
+        # Exit code 143 may be a requeue; the next answer of squeue tells.
         return self.end.code == 143 and (self.queued is not None or not self.has_queue)
 
 
@@ -114,13 +119,16 @@ class History:
         """
         own = next((run["table"] for run in self.runs if session and run["session"] == session), "")
         rows = dict(rows_in(own))
+        if session and len(self.runs) == 1:
+            return rows  # there is no other run
         # Each run has carried the rows of those before it over into its own table.
-        run = next((run for run in self.runs if run["table"]), None)
-        if run is not None and not (session and len(self.runs) == 1):
-            # The newest one may be up by now, whatever was seen a moment ago.
-            is_over = is_up or run["end"] is not None or run is not self.runs[0]
-            why = run["end"]["why"] if run["end"] else ""
-            rows.update(rows_of(run["table"], set(self.kept), run["written_at"], why, is_over))
+        latest = next((run for run in self.runs if run["table"]), None)
+        if latest is None:
+            return rows
+        # The newest run may be up by now, whatever was seen a moment ago.
+        is_over = is_up or latest["end"] is not None or latest is not self.runs[0]
+        why = latest["end"]["why"] if latest["end"] else ""
+        rows.update(rows_of(latest["table"], set(self.kept), latest["written_at"], why, is_over))
         return rows
 
 
@@ -226,7 +234,7 @@ class Allocations:
         Raises:
             ClusterError: the host cannot be asked.
         """
-        if not allocation.renewed and allocation.run.endswith(".0"):
+        if not allocation.is_renewal and allocation.run.endswith(".0"):
             return ClusterArchive()
         history = self._history(number=allocation.number)
         before = [run for run in history.runs if not run["folder"].endswith(allocation.run)]
@@ -271,19 +279,29 @@ def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool
 
     last, problem = history.runs[0], ""
     if newest is not None and newest.number in history.numbers:
-        job = f"Slurm job {newest.job}"
-        if newest.is_renewing or not newest.job:
-            job = "the next one, which is being asked for"
-        ended = [run for run in history.runs if not run["folder"].endswith(newest.run or "/")]
-        # A script that claimed it may have died before it had a job.
-        is_left = newest.renewed and not newest.job and newest.jobless_s >= RENEWAL_S + _ASKING_S
-        if newest.is_renewing or (history.kept and newest.may_start_again):
-            ended = [last]
-        elif newest.head or newest.why_over or newest.is_lost or is_left:
-            ended = []
-        if ended:
-            return f"{why(ended[0])}, and chains continue in {job}, when Ray is up in it", True
+        ended = _last_before(newest, history)
+        if ended is not None:
+            job = f"Slurm job {newest.job}"
+            if newest.asks_for_next or not newest.job:
+                job = "the next one, which is being asked for"
+            return f"{why(ended)}, and chains continue in {job}, when Ray is up in it", True
         problem = newest.stop or newest.refused
     if not last["end"] or not last["end"].get("renews"):
         return why(last), False
     return f"{why(last)}, and the next one did not come{problem and f': {problem}'}", False
+
+
+def _last_before(newest: SlurmAllocation, history: History) -> Json | None:
+    """The last run before the one that is to come up next; ``None`` if none is to come up."""
+    if newest.asks_for_next or (history.kept and newest.may_start_again):
+        return history.runs[0]  # the newest run has ended, and the next one has not begun
+    # A script that claimed the allocation may have died before it had a job.
+    waited_s = newest.unchanged_s
+    is_abandoned = newest.is_renewal and not newest.job and waited_s >= RENEWAL_S + _ASKING_S
+    if newest.head or newest.why_over or newest.is_lost or is_abandoned:
+        return None  # it is up already, or never will be
+    # The newest allocation is on its way. If its run has begun, that is the one to come up.
+    before = (
+        run for run in history.runs if not newest.run or not run["folder"].endswith(newest.run)
+    )
+    return next(before, None)

@@ -116,12 +116,12 @@ class SlurmCluster(Cluster):
     def connect(self) -> Dashboard:
         if threading.current_thread() is threading.main_thread():
             interrupted.clear()  # of a wait before this one
-        with self._of_name.lock:
-            was_used = self._of_name.is_used
+        with self._own_allocations.lock:
+            was_used = self._own_allocations.is_used
             if not (was_used or self.keep):
                 atexit.register(self._leave)
-            self._of_name.is_used = True
-            way = BringUp(self, self._of_name)
+            self._own_allocations.is_used = True
+            way = BringUp(self, self._own_allocations)
             try:
                 allocation = way.run()
             except BaseException:
@@ -133,13 +133,13 @@ class SlurmCluster(Cluster):
         return self._dashboard(allocation)
 
     def find(self) -> Dashboard | None:
-        newest = self._of_name.newest()
+        newest = self._own_allocations.newest()
         if newest is None or newest.head is None or newest.why_over or newest.is_lost:
             return None
         return self._dashboard(newest)
 
     def archive(self, session: str = "") -> ClusterArchive | None:
-        return self._of_name.archive(session) if session else None
+        return self._own_allocations.archive(session) if session else None
 
     def keep_dispatch(
         self,
@@ -148,7 +148,7 @@ class SlurmCluster(Cluster):
         body: Json,
         archives: Callable[[], Mapping[str, bytes]],
     ) -> None:
-        allocations = self._of_name
+        allocations = self._own_allocations
         if self.renew and allocations.ask("keep_dispatch", dispatcher=dispatcher):
             files = archives()
             last = {
@@ -176,16 +176,16 @@ class SlurmCluster(Cluster):
         return found
 
     def detach(self) -> None:
-        if self._of_name.is_used:
-            self._of_name.ask("detach", user=_USER)
-            self._of_name.is_used = False
+        if self._own_allocations.is_used:
+            self._own_allocations.ask("detach", user=_USER)
+            self._own_allocations.is_used = False
 
     def stop(self) -> bool:
         """End the allocation now, with all that runs in it; whether there was one."""
         why = "it was ended by `nemo-run-ray down`"
-        is_ended = self._of_name.stop(why)
+        is_ended = self._own_allocations.stop(why)
         if is_ended:  # its script may have asked for the next one meanwhile
-            self._of_name.stop(why)
+            self._own_allocations.stop(why)
         return is_ended
 
     def _script(self, folder: str) -> str:
@@ -205,7 +205,7 @@ class SlurmCluster(Cluster):
         return _logins[key]
 
     @property
-    def _of_name(self) -> Allocations:
+    def _own_allocations(self) -> Allocations:
         """The allocations of this cluster, as this process knows them."""
         login, folder = self._login, os.path.join(self.executor.tunnel.job_dir, self.name)
         return _allocations.setdefault((login.key, folder), Allocations(login, folder))
@@ -219,16 +219,16 @@ class SlurmCluster(Cluster):
         return Dashboard(
             url,
             {"Authorization": f"Bearer {allocation.token}"},
-            token_at=f"{self._of_name.path(allocation.number)}/{allocation.run}/token{place}",
+            token_at=f"{self._own_allocations.path(allocation.number)}/{allocation.run}/token{place}",
             why_dead=partial(self._why_dead, allocation),
-            earlier=self._of_name.earlier(allocation),
+            earlier=self._own_allocations.earlier(allocation),
         )
 
     def _why_dead(self, allocation: SlurmAllocation) -> str:
         """Explain why an allocation can never answer again; empty while it may."""
         newest = None
         with suppress(NemoRunRayError):
-            newest = self._of_name.newest()
+            newest = self._own_allocations.newest()
         if newest is None:
             return ""
         why = "another one has its name"
@@ -239,16 +239,17 @@ class SlurmCluster(Cluster):
         return f"{ended}: {why}." if why else ""
 
     def _leave(self) -> None:
-        if self._of_name.is_used:
-            self._of_name.is_used = False
+        if self._own_allocations.is_used:
+            self._own_allocations.is_used = False
             with suppress(NemoRunRayError):  # it ends when it has been idle
-                self._of_name.ask("leave", user=_USER)
+                self._own_allocations.ask("leave", user=_USER)
 
 
 class _SlurmFields(Allowed):
     executor: InstanceOf[SlurmExecutor]
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")] = Field(
-        description="allowed are up to 100 letters, digits, '_', '.' and '-', with no sign first"
+        description="allowed are up to 100 letters, digits, '_', '.' and '-', "
+        "the first one a letter or a digit"
     )
     nodes: PositiveInt | None
     walltime: str | None = Field(description="allowed is a time limit such as '04:00:00', or None")
@@ -306,29 +307,39 @@ class BringUp:
             CONSOLE.log(as_markup(text))
 
     def _step(self, newest: SlurmAllocation | None) -> SlurmAllocation | None:
-        if newest is None or self._passes_over(newest):
-            if newest is not None and newest.is_renewing:
-                self.say(f"The allocation of the cluster {self.cluster.name!r} is being renewed.")
-                return None
-            number = 1 if newest is None else newest.number + 1
-            # One that cannot be made claims nothing.
-            script = self.cluster._script(self.allocations.path(number))
-            if self.allocations.ask("claim", number=number, user=self.user):
-                self._joined = number
-                self._submit(number, script)
-        elif self._joined != newest.number:
+        """Do what is next for the newest allocation, and return it once it is ready."""
+        why = "" if newest is None else _why_over(newest)
+        if newest is not None and why:
+            if not newest.why_over:  # Slurm has no job of it: tell the other clients
+                self.allocations.ask("note", number=newest.number, name="stop", text=why)
+            self._raise_if_failed(newest, why)
+        if newest is None:  # nobody has brought the cluster up yet
+            self._claim(1)
+        elif why and newest.asks_for_next:  # it is being renewed: its script submits the next one
+            self.say(f"The allocation of the cluster {self.cluster.name!r} is being renewed.")
+        elif why:  # it is over, and any client may submit the next one
+            self._claim(newest.number + 1)
+        elif self._joined != newest.number:  # this client is not among its users yet
             self.allocations.ask("join", number=newest.number, user=self.user)
             self._joined = newest.number
             return self._step(self.allocations.look())  # it may have ended meanwhile
-        elif newest.claimed == self.user and not newest.is_sent:
+        elif newest.claimed == self.user and not newest.is_sent:  # it is this client's to submit
             self._submit(newest.number, self.cluster._script(self.allocations.path(newest.number)))
         elif newest.end or not newest.head or not newest.token or newest.is_queued:
-            self._wait(newest)
-        else:
+            self._wait(newest)  # for Slurm, or for Ray
+        else:  # it is ready
             if self.cluster.keep:
                 self.allocations.ask("note", number=newest.number, name="keep")
             return newest
         return None
+
+    def _claim(self, number: int) -> None:
+        """Submit the job of the next allocation, unless another client is faster."""
+        # Make the script first: if that fails, nothing is claimed.
+        script = self.cluster._script(self.allocations.path(number))
+        if self.allocations.ask("claim", number=number, user=self.user):
+            self._joined = number
+            self._submit(number, script)
 
     def _submit(self, number: int, script: str) -> None:
         """Submit the job of an allocation that this client has claimed."""
@@ -337,47 +348,36 @@ class BringUp:
             self.say(f"Submitting a job to Slurm for the cluster {self.cluster.name!r} …")
             self.allocations.ask("submit", number=number, script=script)
 
-    def _passes_over(self, newest: SlurmAllocation) -> bool:
-        """Whether an allocation is over; one that Slurm has no job of is given up.
+    def _raise_if_failed(self, newest: SlurmAllocation, why: str) -> None:
+        """Tell the user that the job which this client waited for has failed.
+
+        Another job would fail again, so no client that waited submits one. It returns where one is
+        worth submitting.
 
         Raises:
-            ClusterError: this client waited for it, and it has not come up.
+            ClusterError: Slurm does not take the job, or Ray did not come up in it.
         """
-        if newest.may_start_again:
-            return False
-        why = newest.why_over
-        if not why and newest.has_queue and newest.queued is None:  # Slurm has no job of it
-            if newest.job:
-                why = f"Slurm has no job {newest.job} any more; `sacct -j {newest.job}` may say why"
-            elif newest.jobless_s >= (RENEWAL_S if newest.renewed else _CLAIM_S):
-                why = "its client ended before Slurm had the job"
-            if why:
-                self.allocations.ask("note", number=newest.number, name="stop", text=why)
-        # Of several clients that wait, none submits again what would fail again; but Slurm's
-        # controller may have been away when the job was submitted.
-        is_away = any(words in newest.refused for words in _AWAY)
-        if (
-            why not in ("", LEFT_EARLY)
-            and newest.number == self._joined
-            and newest.head is None
-            and (newest.job or newest.refused)
-            and not (is_away and self._submissions < 4)
-        ):
-            name, why = self.cluster.name, why.rstrip(".")
-            if newest.refused:
-                raise ClusterError(
-                    f"Slurm does not take the job of the cluster {name!r}: {why}. Correct the "
-                    "SlurmExecutor."
-                )
-            log = ""
-            if "\n" not in why:
-                with suppress(ClusterError):
-                    log = self.allocations.ask("log_end", number=newest.number, job=newest.job)
+        if newest.number != self._joined or newest.head is not None:
+            return  # this client did not wait for it, or Ray was up
+        if why == LEFT_EARLY or not (newest.job or newest.refused):
+            return  # its users or its client left before it could fail
+        # Slurm's controller may have been away when the job was submitted.
+        if any(words in newest.refused for words in _AWAY) and self._submissions < 4:
+            return
+        name, why = self.cluster.name, why.rstrip(".")
+        if newest.refused:
             raise ClusterError(
-                f"Ray did not come up in Slurm job {newest.job} of the cluster {name!r}: {why}. "
-                f"{log}".rstrip()
+                f"Slurm does not take the job of the cluster {name!r}: {why}. Correct the "
+                "SlurmExecutor."
             )
-        return bool(why)
+        log = ""
+        if "\n" not in why:
+            with suppress(ClusterError):
+                log = self.allocations.ask("log_end", number=newest.number, job=newest.job)
+        raise ClusterError(
+            f"Ray did not come up in Slurm job {newest.job} of the cluster {name!r}: {why}. "
+            f"{log}".rstrip()
+        )
 
     def _wait(self, newest: SlurmAllocation) -> None:
         """Say what is waited for, and give up when it takes too long."""
@@ -401,3 +401,17 @@ class BringUp:
                 f"Slurm job {newest.job} {where} has not started within "
                 f"queue_timeout_s={limit_s:g}: it {what}."
             )
+
+
+def _why_over(newest: SlurmAllocation) -> str:
+    """Why no client waits for an allocation any more; empty while it is, or may be, of use."""
+    if newest.may_start_again:
+        return ""
+    has_no_job = newest.has_queue and newest.queued is None  # in Slurm's queue
+    if newest.why_over or not has_no_job:
+        return newest.why_over
+    if newest.job:
+        return f"Slurm has no job {newest.job} any more; `sacct -j {newest.job}` may say why"
+    if newest.unchanged_s >= (RENEWAL_S if newest.is_renewal else _CLAIM_S):
+        return "its client ended before Slurm had the job"
+    return ""

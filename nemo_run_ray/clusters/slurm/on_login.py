@@ -4,14 +4,13 @@ folder.
 A client sends the texts of this file and of ``remote/files.py`` with a request to ``python3 -``;
 the answer is JSON. Both import the standard library alone and are written for Python 3.9.
 
-All clients of a cluster meet in its folder, where each allocation has a folder with the next number
-in ``lives``, see ``remote/slurm/carry.py``. To give a folder that name is to claim the
-allocation: one client can, on every file system, and it alone submits the job. An allocation whose
-client died before Slurm had the job is passed over; should Slurm get the job after all, the job's
-script sees the next allocation and ends.
+All clients of a cluster meet in its folder, whose files ``clusters/slurm/__init__.py`` lists. The
+folder of allocation N is ``lives/N``, and to give a folder that name is to claim the allocation:
+one client can, on every file system, and it alone submits the job. An allocation whose client died
+before Slurm had the job is passed over; should Slurm get the job after all, the job's script sees
+the folder of the next allocation and ends.
 
-The file ``stop`` ends an allocation: no client uses it, its head ends Ray, also where Slurm gives
-no answer, and a job that waits in Slurm's queue ends when it starts.
+The file ``stop`` ends an allocation, also where Slurm gives no answer.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class ClusterFolder:
         found: Row = {
             "number": number,
             "is_sent": os.path.exists(f"{path}/sbatch"),
-            "renewed": os.path.exists(f"{path}/renewed"),
-            "jobless_s": time.time() - _changed_at(path),
+            "is_renewal": os.path.exists(f"{path}/renewed"),
+            "unchanged_s": time.time() - _changed_at(path),
             **{name: " ".join(_read(f"{path}/{name}").split()) for name in words},
         }
         changed_at, run = _changed_at(f"{path}/job"), _newest_run(path)
@@ -79,7 +78,7 @@ class ClusterFolder:
         queue = self._queue(pause_s, changed_at)
         found["has_queue"] = queue is not None
         for row in _jobs_of(path, queue)[:1]:
-            # Nobody may have heard that Slurm has it.
+            # Perhaps no client got sbatch's answer.
             found["queued"], found["job"] = row, row["number"]
         return found
 
@@ -142,8 +141,8 @@ class ClusterFolder:
     def claim(self, number: int, user: str) -> bool:
         """Whether this client, one of its users then, may submit the job of that allocation.
 
-        A folder takes its name when it is whole: an empty one would be replaced by a script that
-        claims the allocation for its dispatches.
+        The folder takes its name when it is whole: the script's `mv -T` would replace an empty
+        folder.
         """
         new = f"{self._lives}/.{user}-{os.urandom(4).hex()}"
         for folder in ("logs", "users"):
@@ -159,7 +158,8 @@ class ClusterFolder:
     def submit(self, number: int, script: str) -> None:
         """Hand the job of an allocation to Slurm; ``look`` sees what comes of it.
 
-        No second job can come of one allocation. Slurm keeps the folder by its real path.
+        The folder ``sbatch`` is made once, before the command: no second job can come of one
+        allocation. Slurm keeps the folder by its real path.
         """
         path = os.path.realpath(f"{self._lives}/{number}")
         write_file(f"{path}/ray.sub", script)
@@ -217,7 +217,10 @@ class ClusterFolder:
                     self.cancel(int(path.name), LEFT_EARLY)
 
     def cancel(self, number: int, why: str) -> bool:
-        """End an allocation now, with all that runs in it; whether there was anything to end.
+        """End an allocation now, with all that runs in it.
+
+        Returns:
+            Whether there was anything to end.
 
         Args:
             number: of the allocation.
@@ -231,7 +234,7 @@ class ClusterFolder:
         has_ended = run is not None and os.path.exists(f"{run}/end.json")
         queue = _squeue() if has_ended else None
         if queue is not None and not _jobs_of(path, queue):
-            return False  # nor is Slurm about to start it again
+            return False  # it has ended, and Slurm is not about to start it again
         with suppress(OSError):  # a full disk keeps no job alive
             write_file(f"{path}/stop", why)
         queue = _squeue()
@@ -239,17 +242,21 @@ class ClusterFolder:
         code, problem = _TIMED_OUT if queue is None else 0, ""
         if jobs:
             code, problem = _command("scancel", *jobs)
-        if code == 0:
-            return bool(jobs) or not was_stopped
-        if code == _TIMED_OUT and run is not None and (was_stopped or not has_ended):
-            return not has_ended  # its head ends it, or has done so
-        if code == _TIMED_OUT:
+        if code == _TIMED_OUT:  # Slurm does not answer
+            if run is not None and not has_ended:
+                return True  # its head reads `stop` and ends the run
+            if run is not None and was_stopped:
+                return False  # its head has ended the run, for the `stop` of an earlier call
             raise OSError(
                 "Slurm gives no answer. A job that waits in its queue stays there, and ends when "
                 "it starts. Stop the cluster once more when Slurm answers, to take it out of the "
                 "queue."
             )
-        raise OSError(problem.strip())
+        if code != 0:
+            raise OSError(problem.strip())
+        # True: its job is cancelled, or `stop` comes before there is one. False: it was stopped
+        # before, and Slurm has no job of it any more.
+        return bool(jobs) or not was_stopped
 
 
 def _runs(path: Path) -> list[Path]:

@@ -42,7 +42,7 @@ def end(world: World, number: int, why: str, renews: bool, rows: list, code: int
 
 
 def start(world: World, number: int) -> None:
-    found = cluster(world)._of_name
+    found = cluster(world)._own_allocations
     assert found.ask("claim", number=number, user="me")
     found.ask("submit", number=number, script="#!/bin/sh\n")
 
@@ -157,7 +157,7 @@ def test_a_job_that_slurm_is_to_start_again_is_no_loss(world, monkeypatch, renew
     found.keep_dispatch("d", ["a", "b", "c"], {"submission_id": "d"}, lambda: {"x": b"y"})
     if renew:
         monkeypatch.setattr(allocations, "PAUSE_S", 30.0)
-        assert found._of_name.look().queued
+        assert found._own_allocations.look().queued
     end(world, 1, "the job was cancelled", False, _FIRST, code=143)
     told = "in Slurm job 101, when Ray is up in it"
     assert (told in away(found, "session_1")) is renew, "Slurm has said nothing since"
