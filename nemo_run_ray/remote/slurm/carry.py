@@ -1,19 +1,7 @@
 """A named allocation: its users, its walltime, and the dispatches that continue in the next one.
 
-The client has made the folder of the allocation, below that of the cluster::
-
-    dispatches/…    dispatches that continue in the next allocation, see ``../carried_over.py``
-    lives/3/
-        ray.sub     the script of the job
-        job         Slurm's number of the job
-        run/, logs/ written by the job, see ``folder.py``
-        users/…     one file for each program that uses the cluster
-        released    the last user has left
-        keep        the cluster stays without users
-        stop        why nobody uses it any more; it ends now, also when Slurm does not end it
-        renewed     it continues the dispatches of the one before
-
-A folder with a higher number means that this allocation was given up.
+The files in the folders of the cluster and of the allocation, and the words "renew", "renews" and
+"renewed", are explained in ``clusters/slurm/__init__.py``.
 """
 
 from __future__ import annotations

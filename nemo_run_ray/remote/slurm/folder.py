@@ -2,7 +2,8 @@
 
 It lies on the file system that all nodes share. Every file has one writer and takes its name when
 it is complete, so that a reader sees a whole file or none. Clocks of nodes may differ by minutes:
-no time in a file is compared with a reader's clock.
+no time in a file is compared with a reader's clock. The folder above it, of an allocation, is
+explained in ``clusters/slurm/__init__.py``. The files of one run, a start of Slurm's job::
 
     job                 written by the job's script; a node that does not see it shares no folder
     node.pyz            this program
@@ -14,10 +15,12 @@ no time in a file is compared with a reader's clock.
     beats/3             a number that grows while the program of rank 3 lives, written in place
     ready.json          addresses of Ray's GCS and dashboard, once the cluster is ready
     session             Ray's name of its session, in a named allocation
+    job_logs/           logs of jobs, copied from Ray
     jobs.json           Ray's job table, in a named allocation; see ``../carried_over.py``
     end.json            the exit code of the run that is over, and the reason
-    renews              the job's script submits the allocation that continues
+    renews              asks the job's script, at its end, to submit the next allocation
     exit_code           the number alone, for the job's script
+    signalled           the job's script has got the signal that --signal asks for
     script_failed       why the job's script cannot continue; the head ends the run then
     env.sh              the variables of a driver, for shells; written once the cluster is ready
 """
@@ -84,7 +87,7 @@ class RunEnd(NamedTuple):
 
     code: int  # the job's exit code
     why: str
-    renews: bool = False  # another allocation continues with its dispatches
+    renews: bool = False  # the job's script asks for the next allocation
 
 
 class RunFolder:

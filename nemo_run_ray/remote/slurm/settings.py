@@ -109,7 +109,7 @@ class Settings:
         #: Of this node.
         self.sidecars = [row for row in _sidecars(env) if row.everywhere or self.rank == 0]
         #: Folder of the allocation, of a cluster that clients find by name; the time without a job
-        #: until it ends; and whether another one continues its dispatches.
+        #: until it ends; and the user's setting: whether another one may continue its dispatches.
         self.allocation = env.get(LIFE, "")
         self.idle_timeout_s = _number(env, IDLE_TIMEOUT)
         self.renew = env.get(RENEW) == "1"
