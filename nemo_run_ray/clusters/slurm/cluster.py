@@ -360,7 +360,7 @@ class BringUp:
         if newest.number != self._joined or newest.head is not None:
             return  # this client did not wait for it, or Ray was up
         if why == LEFT_EARLY or not (newest.job or newest.refused):
-            return  # its users or its client left before it could fail
+            return  # nobody waited for it any more, or Slurm never had it
         # Slurm's controller may have been away when the job was submitted.
         if any(words in newest.refused for words in _AWAY) and self._submissions < 4:
             return

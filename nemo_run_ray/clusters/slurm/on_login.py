@@ -219,12 +219,12 @@ class ClusterFolder:
     def cancel(self, number: int, why: str) -> bool:
         """End an allocation now, with all that runs in it.
 
-        Returns:
-            Whether there was anything to end.
-
         Args:
             number: of the allocation.
             why: for those who look later.
+
+        Returns:
+            Whether there was anything to end.
 
         Raises:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.

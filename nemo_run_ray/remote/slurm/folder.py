@@ -15,7 +15,7 @@ explained in ``clusters/slurm/__init__.py``. The files of one run, a start of Sl
     beats/3             a number that grows while the program of rank 3 lives, written in place
     ready.json          addresses of Ray's GCS and dashboard, once the cluster is ready
     session             Ray's name of its session, in a named allocation
-    job_logs/           logs of jobs, copied from Ray
+    job_logs/           the logs of jobs, which outlive the nodes
     jobs.json           Ray's job table, in a named allocation; see ``../carried_over.py``
     end.json            the exit code of the run that is over, and the reason
     renews              asks the job's script, at its end, to submit the next allocation
