@@ -404,7 +404,7 @@ class BringUp:
 
 
 def _why_over(newest: SlurmAllocation) -> str:
-    """Why no client waits for an allocation any more; empty while it is, or may be, of use."""
+    """The reason why no client waits for an allocation any more; empty while it may be of use."""
     if newest.may_start_again:
         return ""
     has_no_job = newest.has_queue and newest.queued is None  # in Slurm's queue

@@ -118,6 +118,6 @@ class Login:
 
 
 def key_of(tunnel: Any) -> str:
-    """What distinguishes one tunnel from another; a ``pre_command`` may choose another Slurm."""
+    """The values by which tunnels differ; a ``pre_command`` may choose another Slurm."""
     names = ("key", "port", "identity", "pre_command")
     return repr([type(tunnel).__name__, *(getattr(tunnel, name, None) for name in names)])
