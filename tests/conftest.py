@@ -17,10 +17,13 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import NodeManager
 
-# Read by NeMo-Run when it is imported.
-_HOME = tempfile.mkdtemp(prefix="nrr-")
-# Registered before anything that leaves the embedded Ray at the end, and so done after it.
-atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+# Read by NeMo-Run when it is imported. A Ray worker that imports a test's function has its home.
+_MARK = f"nrr-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}-"
+_HOME = os.environ.get("NEMORUN_HOME", "")
+if _MARK not in _HOME:
+    _HOME = tempfile.mkdtemp(prefix=_MARK)
+    # Registered before anything that leaves the embedded Ray at the end, and so done after it.
+    atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["NEMORUN_HOME"] = _HOME
 #: Folders for programs of single tests: an embedded Ray has the environment of its start.
 BIN, CONDA = Path(_HOME, "bin"), Path(_HOME, "conda")
