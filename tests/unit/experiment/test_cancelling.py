@@ -20,10 +20,8 @@ from tests.unit.experiment.conftest import Submitted
 def time_passes(monkeypatch, ray):
     """Every pause of this package is time in which the simulated jobs go on."""
     clock = itertools.count()
-    ours = SimpleNamespace(
-        time=time.time, monotonic=lambda: next(clock) * 0.25, sleep=ray.pass_time
-    )
-    monkeypatch.setattr(dispatch, "time", ours)
+    monkeypatch.setattr(dispatch, "time", SimpleNamespace(time=time.time, sleep=ray.pass_time))
+    monkeypatch.setattr(dispatch, "monotonic", lambda: next(clock) * 0.25)
 
 
 @pytest.fixture
