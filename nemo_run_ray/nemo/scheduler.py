@@ -224,9 +224,11 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
 
     def _batch(self, executor: RayExecutor) -> Batch:
         cluster: Cluster = executor.resolve_cluster()
-        key = repr(cluster.record())
+        key, folder = repr(cluster.record()), Path(executor.experiment_dir)
+        if any(batch.exp_dir != folder for batch in self._batches.values()):
+            # The experiment was reset: it has another id and folder, and this scheduler still.
+            self._batches, self._is_announced = {}, False
         if key not in self._batches:
-            folder = Path(executor.experiment_dir)
             name = dispatcher_id(executor.experiment_id or "experiment")
             if self._batches:  # on another cluster, and a ledger has one job of an id
                 name = f"{name}-{len(self._batches) + 1}"

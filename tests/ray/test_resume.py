@@ -80,7 +80,6 @@ def test_a_chain_is_submitted_once_and_together(killed, tmp_path):
     assert (tmp_path / "ran").read_text().split() == ["first", "second"]
 
 
-@pytest.mark.soak
 def test_an_experiment_that_is_reset_runs_again_under_its_new_id(existing, unique, tmp_path):
     executor = RayExecutor(cluster=existing)
     script = run.Script(inline=f"echo again >> {tmp_path}/ran")
