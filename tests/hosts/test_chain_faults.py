@@ -195,7 +195,7 @@ def test_what_a_lost_head_had_is_lost(hosts, unique, tmp_path):
     (exp_dir,) = Path(os.environ["NEMORUN_HOME"]).glob(f"experiments/*/{name}")
     jobs = {job.name: job for job in jobs_of(exp_dir)}
     wait_for(lambda: jobs["two"].status.state is JobState.RUNNING)
-    assert jobs["one"].status.state is JobState.SUCCEEDED
+    assert jobs["one"].wait(60).state is JobState.SUCCEEDED
 
     hosts.head.kill()
     wait_for(lambda: jobs["two"].status.state is JobState.UNKNOWN)

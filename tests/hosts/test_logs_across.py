@@ -41,7 +41,7 @@ def test_a_log_that_is_read_harms_no_job_that_fails_now(hosts: Hosts, unique, tm
     jobs = {job.name: job for job in find(unique)}
     wait_for(lambda: all(job.status.state is JobState.RUNNING for job in jobs.values()))
 
-    assert "long runs" in "".join(hosts.api.logs.whole(jobs["long"].id))
+    assert "long runs" in "".join(hosts.api.whole_log(jobs["long"].id))
     end(jobs["one"], folder)
     assert hosts.get(f"/api/jobs/{jobs['one'].id}")["driver_exit_code"] == 5
 
