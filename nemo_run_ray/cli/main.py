@@ -73,7 +73,8 @@ class _Plain(Console):
     """Prints words as they are: they come from clusters and files, and are no markup of ours."""
 
     def __init__(self, width: int | None = None) -> None:
-        super().__init__(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        wide = width is not None
+        super().__init__(width=width, soft_wrap=wide, highlight=False, markup=False, emoji=False)
 
     def render(self, *what: Any) -> Iterable[Segment]:
         for segment in super().render(*what):
@@ -164,7 +165,7 @@ def status(
     elif once or not out.is_terminal:
         out.print(report.table(time.time()))
     else:
-        # A table that follows is cut at the terminal's width, so the last one is printed once more.
+        # A table that follows is cut at the terminal's size, so the last one is printed once more.
         reports = _reports(jobs, report)
         try:
             with Live(console=_Plain(), auto_refresh=False, transient=True) as live:

@@ -48,6 +48,8 @@ _EXIT_CODES = {
 _Bar = tuple[str, str, float, float, str]
 #: Jobs whose names a cell shows before it only counts them.
 _NAMES_MAX = 3
+#: Reasons of attempts whose command did not start.
+_NEVER_RAN = (Reason.NOT_PLACED, Reason.START_TIMEOUT, Reason.RUNTIME_ENV)
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,9 @@ def _bars(row: Json, began_at: float, end: float) -> list[_Bar]:
     all_posted = [attempt["posted_at"] for attempt in row["attempts"]]
     last = min([began_at, *all_posted])
     for number, attempt in enumerate(row["attempts"], start=1):
-        state, is_pending = attempt["state"], attempt["state"] == "PENDING"
+        state = attempt["state"]
+        never_ran = not attempt["running_at"] and attempt["reason"] in _NEVER_RAN
+        is_pending = never_ran or state == "PENDING"
         which = f"attempt {number}: {_outcome(attempt)}"
         ended = attempt["ended_at"] or attempt["seen_at"] or min([end, *all_posted[number:]])
         running = attempt["running_at"] or (ended if is_pending else 0)

@@ -91,7 +91,7 @@ def check(
         message = "The job table did not answer in time, which would show that it takes them."
         yield CheckRow("credentials", UNKNOWN, message, "Try again later; it may be long.")
     else:
-        message = "It takes them, and it knows {} job(s), {} of them pending or running."
+        message = "The dashboard takes them. It has {} job(s), {} of them pending or running."
         yield CheckRow("credentials", OK, message.format(*look.jobs))
     if preflight.only_required and asks is not None:  # `doctor` looks at all
         asks = {}

@@ -80,6 +80,11 @@ def row(name="job", state="SUCCEEDED", *attempts, **fields):
         ),
         ("FAILED", [attempt(0, None, 100, "FAILED")], ["runs failed 0 100"]),
         (
+            "FAILED",
+            [attempt(0, None, 100, "FAILED", "not placed in time")],
+            ["pends failed 0 100"],
+        ),
+        (
             "RUNNING",
             [
                 attempt(0, 10, 30, "FAILED", "exit code"),
@@ -106,7 +111,8 @@ def row(name="job", state="SUCCEEDED", *attempts, **fields):
 def test_bars_of_a_job(state, attempts, bars):
     made = _Page(page("e", [row("a", state, *attempts)], _BEGAN, _BEGAN + 100)).bars()
     assert [f"{kind} {left:g} {width:g}" for kind, left, width, _ in made] == bars
-    is_unseen = any(one["running_at"] is None and one["state"] != "PENDING" for one in attempts)
+    no_starts = [one for one in attempts if one["running_at"] is None]
+    is_unseen = any(one["state"] != "PENDING" and not one["reason"] for one in no_starts)
     assert any("running, start not seen" in title for *_, title in made) is is_unseen
     if len(attempts) > 2:
         assert "attempt 1: failed: exit code, pending: 10s" in made[0][-1]
