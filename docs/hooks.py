@@ -211,7 +211,7 @@ def _members(module: Any, name: str) -> list[tuple[str, str]]:
     return [
         (node.targets[0].id, _comment_above(lines, node.lineno - 2))
         for node in body.body
-        if isinstance(node, ast.Assign)
+        if isinstance(node, ast.Assign) and node.targets[0].id.isupper()
     ]
 
 
