@@ -121,7 +121,8 @@ def decide(
     statuses: dict[str, JobStatus] = {}
     actions: list[Action] = []
     submits: list[tuple[str, Action]] = []  # with the job's shape
-    stuck: set[str] = set()
+    # Of a shape that is crowded Ray gave a start up: from then on one job at a time waits for room.
+    stuck, crowded, pending = set[str](), set[str](), set[str]()
     in_flight = starting = held = unfinished = 0
     for job in dispatch.jobs:
         rows = attempts[job.id]
@@ -131,8 +132,12 @@ def decide(
         unfinished += not status.state.is_terminal and status.reason is not Reason.WAITS
         live = [number for number, row in rows.items() if row.is_live and row.nonce == job.nonce]
         in_flight += len(live)
+        own = (row.status.reason for row in rows.values() if row.nonce == job.nonce)
+        if Reason.START_TIMEOUT in own:
+            crowded.add(job.shape)
         for number in live:
             if rows[number].status.state is JobState.PENDING:
+                pending.add(job.shape)
                 if now - rows[number].posted_at > STUCK_S:
                     stuck.add(job.shape)
                 else:
@@ -155,8 +160,9 @@ def decide(
         is_full = dispatch.max_in_flight is not None and in_flight >= dispatch.max_in_flight
         if is_full or starting >= STARTING_MAX:
             break
-        if shape not in stuck:
+        if shape not in stuck | (crowded & pending):
             actions.append(action)
+            pending.add(shape)
             in_flight, starting = in_flight + 1, starting + 1
     return Decision(tuple(actions), statuses, is_out_of_time)
 

@@ -135,6 +135,9 @@ def test_behind_one_that_waits_for_room_only_others_go_on():
     table = {"e.a": pending("a", posted_at=NOW - STUCK_S - 1)}
     assert submitted(plan, table) == ["e.c"]
     assert submitted(plan, {"e.a": pending("a", posted_at=NOW - 1)}) == ["e.b", "e.c"]
+    table = {"e.a": failed("a", Reason.START_TIMEOUT)}
+    assert submitted(plan, table) == ["e.a@2", "e.c"]
+    assert submitted(plan, {**table, "e.a@2": pending("a", posted_at=NOW - 1)}) == ["e.c"]
 
 
 def test_starts_that_ray_gave_up_belong_to_the_same_wait():
