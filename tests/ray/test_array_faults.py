@@ -88,9 +88,8 @@ VICTIMS = (drivers, hosts, actors, warm, elements, stopped_hosts)
 
 def unseen(victims: Callable[[RemoteJob], list[int]]) -> int:
     """How many elements may have noted their own end before such a strike, and run once more:
-    nobody has seen their exit codes. A host runs four at a time, which may end together, and sees
-    none of them if it gets no processor between their end and its own."""
-    return 2 if victims in (drivers, warm, elements) else 4
+    nobody has seen their exit codes. A stopped host sees none of those that it runs."""
+    return 4 if victims is stopped_hosts else 2
 
 
 def _retries(strikes: Sequence[Callable[[RemoteJob], list[int]]]) -> int:
