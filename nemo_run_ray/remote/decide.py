@@ -121,7 +121,7 @@ def decide(
     statuses: dict[str, JobStatus] = {}
     actions: list[Action] = []
     submits: list[tuple[str, Action]] = []  # with the job's shape
-    # Of a shape that is crowded Ray gave a start up: from then on one job at a time waits for room.
+    # Ray gave up a start of a crowded shape: from then on, one job of it at a time waits for room.
     stuck, crowded, pending = set[str](), set[str](), set[str]()
     in_flight = starting = held = unfinished = 0
     for job in dispatch.jobs:
