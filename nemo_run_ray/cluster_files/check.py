@@ -188,7 +188,7 @@ def pool_asks(document: Document) -> dict[str, ResourceRequest]:
 
 
 _HEAD = """\
-# Where and how to run tasks on Ray; docs/reference/cluster_file.md describes every key.
+# Where and how to run tasks on Ray. The page "Cluster file" of the documentation has every key.
 # Use it by its name: RayExecutor(cluster={name}), and a pool of it by pool="…".
 cluster:
 {cluster}

@@ -154,6 +154,9 @@ class Http:
         def work() -> None:
             try:
                 response = transport.handle_request(request)
+                if is_left.is_set():  # the connection may have come after the close
+                    response.close()
+                    return
                 response.request = request
                 encoding = response.headers.get("content-encoding", "identity")
                 if encoding.lower() != "identity":
@@ -175,9 +178,6 @@ class Http:
                 answer.set_result(response)
             except BaseException as error:
                 answer.set_exception(error)
-            finally:
-                if is_left.is_set():  # a connection that came after the close
-                    transport.close()
 
         try:
             threading.Thread(target=work, name=f"{method} {path}", daemon=True).start()
@@ -214,8 +214,9 @@ class Http:
         kind = Unreachable if re.search(lasting, cause, re.I) else Unanswered
         return kind(
             f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. Check the "
-            "address, whether it is https:// or http://, that the cluster and any tunnel to it are "
-            "up, and for a CA of its own ExistingCluster(url, verify='ca.pem')."
+            "address, whether it is https:// or http://, and that the cluster and any tunnel to it "
+            "are up. If a CA of your own signs its certificate: "
+            "ExistingCluster(url, verify='ca.pem')."
         )
 
     def unanswered(self, response: httpx.Response, what: str) -> Unanswered:

@@ -266,6 +266,11 @@ class ArrayDriver:
         say(f"{succeeded} of {progress.count} elements succeeded, {failed} failed")
         code, cause = (JobExit.SOME_FAILED, Reason.EXIT_CODE) if failed else (0, Reason.NONE)
         ending = f"exit code {int(code)}"
+        if failed:
+            ending = (
+                f"{failed} of {progress.count} elements failed; "
+                "`nemo-run-ray status <title> --elements failed` lists them"
+            )
         if self.broken is not None:
             code, (cause, ending) = 1, self.broken
         elif self._is_cancelled:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from unittest.mock import Mock
 
+import httpx
 import pytest
 
 from nemo_run_ray.clusters import Dashboard, interrupted
@@ -163,6 +165,26 @@ def test_ctrl_c_ends_every_wait_of_another_thread(wait):
         finally:
             interrupted.clear()
     assert failures[0].startswith("Interrupted while waiting for ")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_connection_that_comes_after_its_request_was_given_up_is_closed(monkeypatch, is_stream):
+    sockets, connect, may_go_on = [], socket.create_connection, threading.Event()
+
+    def slow(*args: object, **options: object) -> socket.socket:
+        sockets.append(connect(*args, **options))
+        may_go_on.wait(60)
+        return sockets[0]
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+    with serving(Hostile, pieces=lambda: [OK + b"Content-Length: 2\r\n\r\n{}"]) as url:
+        answer = Http(Dashboard(url)).answer("GET", "/given-up", 0.1, is_stream)
+        with pytest.raises(httpx.ReadTimeout), answer:
+            pass
+        may_go_on.set()
+        (thread,) = (each for each in threading.enumerate() if each.name == "GET /given-up")
+        thread.join(60)
+    assert sockets[0].fileno() == -1
 
 
 @pytest.fixture
