@@ -8,7 +8,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
@@ -131,7 +131,7 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     return by_lower[close[0]] if close else None
 
 
-def meant(name: object, known: Iterable[str]) -> str:
+def meant(name: object, known: Collection[str]) -> str:
     """The end of a message about a name that is not known.
 
     A name with a telling word of a single known name is taken for that: ``num_gpu``,
@@ -140,7 +140,9 @@ def meant(name: object, known: Iterable[str]) -> str:
     words = {word.rstrip("s") for word in str(name).lower().split("_")} & _TELLING
     alike = [one for one in known if words & {word.rstrip("s") for word in one.split("_")}]
     like = nearest(name, known) or (alike[0] if len(alike) == 1 else None)
-    return f"did you mean {like!r}?" if like else f"known are {', '.join(known) or 'none'}."
+    if like:
+        return f"did you mean {like!r}?"
+    return f"known are {', '.join(known)}." if known else "there is none yet."
 
 
 def strict_init(cls: _Class) -> _Class:

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from nemo_run_ray import nemo
@@ -152,7 +152,8 @@ class StatusReport:
             parts.append(f"\n{_short([name for name, _ in shared])}: {shared[0][1]}")
         used = [column for column in zip(*lines, strict=True) if any(column[1:])]
         header, *cells = zip(*used, strict=True)
-        table = Table(*map(str, header), box=None, pad_edge=False)
+        columns = [Column(name, overflow="fold") for name in header]
+        table = Table(*columns, box=None, pad_edge=False)
         for line in cells:
             table.add_row(*line)
         return Group(table, *parts)

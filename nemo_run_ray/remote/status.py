@@ -71,7 +71,7 @@ class Reason(str, Enum):
     )
     NOT_PLACED = (
         "not placed in time",
-        "Ask for what a node has (`nemo-run-ray doctor` shows it), or raise "
+        "Ask for what a node has (`nemo-run-ray doctor --address URL` shows it), or raise "
         "RayExecutor.pending_timeout_s.",
     )
     UNSCHEDULABLE = (
