@@ -154,8 +154,10 @@ _MEANINGS = {
     "NODE_DIED": "Ray lost the node, or its process there that supervises the job.",
     "ALLOCATION": "The Slurm job in which Ray ran is over.",
     "NOT_STARTED": "The node could not start the command; the message says why.",
-    "NO_PROGRAM": "The node does not have the command, or a program that it starts.",
-    "NO_MODULE": "Python on the node has no such module.",
+    "NO_PROGRAM": "The command cannot start, since its node lacks that program. For a program that "
+    "a shell does not find, the reason is exit code (127).",
+    "NO_MODULE": "The command cannot start, since Python on its node lacks that module. For an "
+    "import in a running program, the reason is exit code (1).",
     "REFUSED": "Ray, or a proxy before it, refuses the request.",
     "UNRECORDED": "The command ended while Ray's head was away, and its end record is lost.",
     "NOT_READY": "The probe of a service did not succeed within its `timeout_s`.",
