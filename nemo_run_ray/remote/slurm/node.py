@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Mapping, Sequence
+from typing import Any, Container, Mapping, Sequence
 
 from ..dashboard import DASHBOARD, EMBEDDED
 from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
@@ -143,18 +143,7 @@ class NodeProgram(ABC):
         self.leaves_at = monotonic() + 20.0
         self.children.stop(GRACE_S)
         if self.settings.allocation:
-            import glob  # no node needs it to start
-
-            # The newest first, of long ones the end. Slurm ends this program soon.
-            deadline = monotonic() + 12.0
-            paths = glob.glob(f"{self.settings.temp_dir}/session_2*/logs/job-driver-*.log")
-            with suppress(OSError):  # one is removed meanwhile
-                paths.sort(key=os.path.getmtime, reverse=True)
-            for path in paths:
-                with suppress(OSError):
-                    if monotonic() < deadline:
-                        kept = f"{self.settings.run}/{JOB_LOGS}/{os.path.basename(path)}"
-                        copy_end(path, kept, 64 * 2**20)
+            self.keep_job_logs(12.0)  # Slurm ends this program soon
         if self.settings.log_sync_s:
             copy, deadline = self._copy_logs(""), max(self.leaves_at, monotonic() + 1.0)
             while copy.code is None and monotonic() < deadline:
@@ -166,6 +155,25 @@ class NodeProgram(ABC):
             shutil.rmtree(os.path.dirname(self.settings.temp_dir), ignore_errors=True)
         self.publish(left=True)
         return 0
+
+    def keep_job_logs(self, limit_s: float, only: Container[str] | None = None) -> None:
+        """Copy the logs of jobs on this node, the newest first, and of long ones the end.
+
+        Args:
+            limit_s: no copy begins later.
+            only: the names of the logs to copy; without it all.
+        """
+        import glob  # no node needs it to start
+
+        deadline = monotonic() + limit_s
+        paths = glob.glob(f"{self.settings.temp_dir}/session_2*/logs/job-driver-*.log")
+        with suppress(OSError):  # one is removed meanwhile
+            paths.sort(key=os.path.getmtime, reverse=True)
+        for path in paths:
+            name = os.path.basename(path)
+            if monotonic() < deadline and (only is None or name in only):
+                with suppress(OSError):
+                    copy_end(path, f"{self.settings.run}/{JOB_LOGS}/{name}", 64 * 2**20)
 
     def start(self, argv: Sequence[str], log: str, env: Env, cwd: str | None = None) -> Child:
         with open(log, "ab") as output:

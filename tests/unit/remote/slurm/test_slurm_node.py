@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings
-from nemo_run_ray.remote.slurm.folder import HeadAddress, NodeReport, RunFolder
+from nemo_run_ray.remote.slurm.folder import HeadAddress, NodeReport, RunEnd, RunFolder
 from nemo_run_ray.remote.slurm.head import Head
 from nemo_run_ray.remote.slurm.node import Worker, hold_folder
 from tests.conftest import wait_for
@@ -174,3 +175,26 @@ def test_the_folder_of_a_run_that_was_killed_is_removed_and_no_other(tmp_path):
     assert not theirs.exists()
     assert own.exists()
     list(map(os.close, held))
+
+
+def test_the_logs_of_ended_jobs_are_there_before_the_end_of_the_run_is_published(begin, tmp_path):
+    logs, kept = tmp_path / "tmp/r/session_2/logs", tmp_path / "job_logs"
+    for folder in (logs, kept):
+        folder.mkdir(parents=True)
+    rows = [{"submission_id": "a", "status": "SUCCEEDED"}]
+    rows.append({"submission_id": "b", "status": "RUNNING"})  # its last lines are still to come
+    for row in rows:
+        (logs / f"job-driver-{row['submission_id']}.log").write_text("a line\n")
+    head = begin(Head, 0, NEMO_RUN_RAY_LIFE=str(tmp_path / "allocation"))
+    head.was_ready, head._allocation.dashboard = True, Mock(**{"table.return_value": rows})
+    publish, seen = head.folder.publish_end, []
+
+    def published(end: RunEnd) -> RunEnd:
+        seen.extend(os.listdir(kept))
+        return publish(end)
+
+    head.folder.publish_end = published
+    head.leave(RunEnd(143, "Slurm's time limit has ended the job"))
+
+    assert seen == ["job-driver-a.log"]
+    assert sorted(os.listdir(kept)) == ["job-driver-a.log", "job-driver-b.log"]
