@@ -154,10 +154,10 @@ _MEANINGS = {
     "NODE_DIED": "Ray lost the node, or its process there that supervises the job.",
     "ALLOCATION": "The Slurm job in which Ray ran is over.",
     "NOT_STARTED": "The node could not start the command; the message says why.",
-    "NO_PROGRAM": "The command cannot start, since its node lacks that program. For a program that "
-    "a shell does not find, the reason is exit code (127).",
-    "NO_MODULE": "The command cannot start, since Python on its node lacks that module. For an "
-    "import in a running program, the reason is exit code (1).",
+    "NO_PROGRAM": "The command cannot start, since its node lacks a program, which the message "
+    "names. If a shell in the task does not find one, the reason is exit code (127).",
+    "NO_MODULE": "The command cannot start, since Python on its node lacks a module, which the "
+    "message names. If an import in the running program fails, the reason is exit code (1).",
     "REFUSED": "Ray, or a proxy before it, refuses the request.",
     "UNRECORDED": "The command ended while Ray's head was away, and its end record is lost.",
     "NOT_READY": "The probe of a service did not succeed within its `timeout_s`.",

@@ -124,8 +124,7 @@ class StatusReport:
                 parts.append(f"\n{job.name} is {row['phase']}")
                 if row.get("waits_for_room"):
                     parts.append(f"waiting for room: {row['waits_for_room']}")
-                names = ("role", "state", "exit code", "node", "address")
-                roles = Table(*names, box=None, pad_edge=False)
+                roles = _table("role", "state", "exit code", "node", "address")
                 for role in row["roles"]:
                     code = "" if role["exit_code"] is None else str(role["exit_code"])
                     is_service = " (service)" if role["service"] else ""
@@ -152,11 +151,16 @@ class StatusReport:
             parts.append(f"\n{_short([name for name, _ in shared])}: {shared[0][1]}")
         used = [column for column in zip(*lines, strict=True) if any(column[1:])]
         header, *cells = zip(*used, strict=True)
-        columns = [Column(name, overflow="fold") for name in header]
-        table = Table(*columns, box=None, pad_edge=False)
+        table = _table(*map(str, header))
         for line in cells:
             table.add_row(*line)
         return Group(table, *parts)
+
+
+def _table(*names: str) -> Table:
+    """One that folds long words where the terminal is narrow."""
+    columns = (Column(name, overflow="fold") for name in names)
+    return Table(*columns, box=None, pad_edge=False)
 
 
 def observe(jobs: Sequence[RemoteJob]) -> StatusReport:

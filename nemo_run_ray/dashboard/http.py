@@ -215,7 +215,7 @@ class Http:
         return kind(
             f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. Check the "
             "address, whether it is https:// or http://, and that the cluster and any tunnel to it "
-            "are up. If a CA of your own signs its certificate: "
+            "are up. If a CA of your own signs its certificate, give "
             "ExistingCluster(url, verify='ca.pem')."
         )
 

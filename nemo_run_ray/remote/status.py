@@ -71,8 +71,8 @@ class Reason(str, Enum):
     )
     NOT_PLACED = (
         "not placed in time",
-        "Ask for what a node has (`nemo-run-ray doctor --address URL` shows it), or raise "
-        "RayExecutor.pending_timeout_s.",
+        "Ask for what a node has (`nemo-run-ray doctor`, with the cluster file's name or "
+        "`--address URL`, shows it), or raise RayExecutor.pending_timeout_s.",
     )
     UNSCHEDULABLE = (
         "no node can ever take it",

@@ -81,7 +81,7 @@ def test_what_fails_is_tried_again_and_told(start, tmp_path):
     state, reason, log = finish(job)
 
     assert (state, reason) == ("FAILED", "exit code"), log
-    assert job.status.detail.startswith("exit code 8: 2 of 5 elements failed; `nemo-run-ray ")
+    assert job.status.detail.startswith("exit code 8: 2 of 5 elements failed, which")
     counts = [len((tmp_path / f"count{index}").read_text().split()) for index in range(5)]
     assert counts == [1, 2, 3, 1, 1]
     found = job.elements

@@ -268,8 +268,7 @@ class ArrayDriver:
         ending = f"exit code {int(code)}"
         if failed:
             ending = (
-                f"{failed} of {progress.count} elements failed; "
-                "`nemo-run-ray status <title> --elements failed` lists them"
+                f"{failed} of {progress.count} elements failed, which `nemo-run-ray status` lists"
             )
         if self.broken is not None:
             code, (cause, ending) = 1, self.broken

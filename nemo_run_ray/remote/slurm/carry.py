@@ -56,7 +56,8 @@ class Allocation:
         #: The head sets it before the first step.
         self.dashboard: DashboardClient
         self._lost_ends = LostEnds(lambda *job: self.dashboard.log_end(*job))
-        self._table: list[JobRow] = []
+        #: Ray's job table when it answered last.
+        self.table: list[JobRow] = []
         self._written = self._session = ""
         self._looked_at = self._pause_until = float("-inf")
         self._idle_since: float | None = None
@@ -115,11 +116,9 @@ class Allocation:
                 self._session = session
         rows = self.keep_table()
         is_idle = rows is not None and not self._waiting and not any(map(is_active, rows))
-        # A dashboard that hangs does not delay the next allocation.
-        if rows is not None:
-            self._table = rows
         try:
-            end = self.renewal(self._table, is_idle)
+            # A dashboard that hangs does not delay the next allocation.
+            end = self.renewal(self.table, is_idle)
             users = set(os.listdir(f"{self._folder}/users"))
         except OSError:  # the folder cannot be read now
             return None
@@ -146,6 +145,7 @@ class Allocation:
             rows = [self._lost_ends.restored(row) for row in self.dashboard.table()]  # type: ignore[arg-type]
         except Unanswered:
             return None
+        self.table = rows
         text = json.dumps([*{**self._carried, **_by_id(rows)}.values()])
         if text != self._written:
             with suppress(OSError):  # the next look tries again

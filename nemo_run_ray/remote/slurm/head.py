@@ -14,7 +14,6 @@ from ..dashboard import DASHBOARD, DashboardClient, Unanswered
 from ..end_record import describe_exit
 from ..files import write_file
 from ..node.supervise import Child
-from ..status import is_active
 from .carry import Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
 from .network import head_address
@@ -117,11 +116,12 @@ class Head(NodeProgram):
     def leave(self, end: RunEnd) -> int:
         if self.was_ready and self.settings.allocation:
             # From the last table the next allocation takes over jobs.
-            tables = (self._allocation.keep_table() for _ in range(3 if end.renews else 1))
-            rows = next((table for table in tables if table is not None), [])
-            # Who sees the end of this run can read the logs of the jobs that had ended before.
-            names = (row["submission_id"] for row in rows if not is_active(row))
-            self.keep_job_logs(3.0, {f"job-driver-{name}.log" for name in names})
+            any(self._allocation.keep_table() is not None for _ in range(3 if end.renews else 1))
+            # Whoever sees the end of this run can read the logs of the jobs that had ended here.
+            rows = self._allocation.table
+            ended = [row for row in rows if row.get("driver_exit_code") is not None]
+            names = {f"job-driver-{row.get('submission_id')}.log" for row in ended}
+            self.keep_job_logs(1.0, names)
         failed = end.code == CLUSTER_FAILED and not self.was_ready
         if failed and self._requested_end() is None and self._allocation.may_try_again():
             end = end._replace(renews=True)

@@ -157,7 +157,7 @@ class NodeProgram(ABC):
         return 0
 
     def keep_job_logs(self, limit_s: float, only: Container[str] | None = None) -> None:
-        """Copy the logs of jobs on this node, the newest first, and of long ones the end.
+        """Copy the logs of this node's jobs, the newest first; of a long log only its end is kept.
 
         Args:
             limit_s: no copy begins later.

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 from typer import Exit
 
+from nemo_run_ray.cli import status_report
 from nemo_run_ray.cli.main import guarded, out, show
 from nemo_run_ray.errors import VARIABLE
 
@@ -46,3 +48,11 @@ def test_the_traceback_is_printed_for_who_asks_for_it(monkeypatch, capsys, shows
     printed = capsys.readouterr().err
     assert "/nowhere/at/all" in printed.splitlines()[-1]
     assert ("Traceback" in printed) == bool(shows)
+
+
+def test_a_table_folds_a_long_name_on_a_narrow_terminal():
+    table = status_report._table("job", "state")
+    table.add_row("x" * 60, "FAILED")
+    console = Console(width=40, file=io.StringIO())
+    console.print(table)
+    assert console.file.getvalue().count("x") == 60

@@ -181,8 +181,8 @@ def test_a_connection_that_comes_after_its_request_was_given_up_is_closed(monkey
         answer = Http(Dashboard(url)).answer("GET", "/given-up", 0.1, is_stream)
         with pytest.raises(httpx.ReadTimeout), answer:
             pass
-        may_go_on.set()
         (thread,) = (each for each in threading.enumerate() if each.name == "GET /given-up")
+        may_go_on.set()
         thread.join(60)
     assert sockets[0].fileno() == -1
 

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from nemo_run_ray.remote.dashboard import Unanswered
 from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings
 from nemo_run_ray.remote.slurm.folder import HeadAddress, NodeReport, RunEnd, RunFolder
@@ -20,6 +21,7 @@ from nemo_run_ray.remote.slurm.node import Worker, hold_folder
 from tests.conftest import wait_for
 
 _HEAD = HeadAddress("127.0.0.1", 6379, 8265)
+_AWAY = Unanswered("Ray is ending")
 
 
 class _Child:
@@ -181,12 +183,15 @@ def test_the_logs_of_ended_jobs_are_there_before_the_end_of_the_run_is_published
     logs, kept = tmp_path / "tmp/r/session_2/logs", tmp_path / "job_logs"
     for folder in (logs, kept):
         folder.mkdir(parents=True)
-    rows = [{"submission_id": "a", "status": "SUCCEEDED"}]
-    rows.append({"submission_id": "b", "status": "RUNNING"})  # its last lines are still to come
-    for row in rows:
-        (logs / f"job-driver-{row['submission_id']}.log").write_text("a line\n")
+    for name in "ab":  # the last lines of b are still to come
+        (logs / f"job-driver-{name}.log").write_text("a line\n")
     head = begin(Head, 0, NEMO_RUN_RAY_LIFE=str(tmp_path / "allocation"))
-    head.was_ready, head._allocation.dashboard = True, Mock(**{"table.return_value": rows})
+    rows = [
+        {"submission_id": "a", "driver_exit_code": 0},
+        {"submission_id": "b", "driver_exit_code": None},
+    ]
+    head.was_ready, head._allocation.dashboard = True, Mock(table=Mock(side_effect=[rows, _AWAY]))
+    head._allocation.keep_table()
     publish, seen = head.folder.publish_end, []
 
     def published(end: RunEnd) -> RunEnd:
