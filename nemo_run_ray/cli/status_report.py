@@ -158,7 +158,7 @@ class StatusReport:
 
 
 def _table(*names: str) -> Table:
-    """One that folds long words where the terminal is narrow."""
+    """A table that folds long words where the terminal is narrow."""
     columns = (Column(name, overflow="fold") for name in names)
     return Table(*columns, box=None, pad_edge=False)
 

@@ -161,7 +161,7 @@ class NodeProgram(ABC):
 
         Args:
             limit_s: no copy begins later.
-            only: the names of the logs to copy; without it all.
+            only: the names of the logs to copy; ``None`` copies all.
         """
         import glob  # no node needs it to start
 
