@@ -31,7 +31,7 @@ for row in ${ROWS:-3.10:lowest-direct 3.13:highest ${NEMO_RUN_WHEEL:+3.12:wheel}
     "$uv" pip list --python "$venv/bin/python" 2>/dev/null |
         grep -E '^(nemo-run|torchx|fiddle|ray|leptonai|httpx|websockets|filelock|typer|rich) '
     # Of tests/cloud those that need no job on DGX Cloud, which NeMo-Run 0.9 cannot start from here.
-    cloud="tests/cloud/test_encode.py tests/cloud/test_source.py tests/cloud/test_servers.py"
+    cloud="tests/cloud/test_pod.py tests/cloud/test_source.py"
     # shellcheck disable=SC2086  # several words each
     "$venv/bin/python" -m pytest -n "${WORKERS:-2}" --no-loadscope-reorder \
         ${TESTS:-tests/unit tests/patches $cloud}

@@ -131,7 +131,9 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         found.bed("up", str(COUNT))
         # Otherwise a batch job waits for up to 3 s until it is looked at, and one whose earliest
         # start was changed for up to 60 s.
-        found.bed("slurm", "SchedulerParameters=batch_sched_delay=0,sched_interval=5")
+        parameters = "SchedulerParameters=batch_sched_delay=0,sched_interval=5"
+        # Ray's folders on a node are named after the job's number, and all sets share /tmp.
+        found.bed("slurm", parameters, f"FirstJobId={NUMBER}001")
         yield found
     finally:
         found.bed("down")
