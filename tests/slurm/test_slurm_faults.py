@@ -535,6 +535,20 @@ def _one_run(slurm: Slurm, start: Start, chance: random.Random, busy: int) -> st
 
 
 @pytest.mark.soak
+def test_a_worker_that_slurm_cannot_reach_at_the_start_is_named(slurm, start):
+    """Slurm kills the step on the other nodes."""
+    slurm.bed("cut", "n3")
+    try:
+        job = start(_FOREVER)
+        assert job.wait(within_s=75) == ("FAILED", "70:0")
+    finally:
+        slurm.bed("heal", "n3")
+    assert "has not begun on n3" in job.why
+    job.wait_gone()
+    slurm.wait_idle()
+
+
+@pytest.mark.soak
 def test_a_worker_that_loses_power_before_it_begins(slurm, start):
     """Slurm ends the step itself, or waits for a task of it that never says that it has ended."""
     job = start(_FOREVER, env={"NEMO_RUN_RAY_SHARE_TIMEOUT": "8"})

@@ -17,7 +17,7 @@ from ..node.supervise import Child
 from .carry import Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
 from .network import head_address
-from .node import TURN_S, NodeProgram, driver_environment
+from .node import LISTED, TURN_S, NodeProgram, driver_environment
 
 #: NeMo-Run's file that ends the nodes.
 ENDED = "ENDED"
@@ -25,8 +25,6 @@ ENDED = "ENDED"
 _ASK_S, _ASK_READY_S = 0.5, 5.0
 #: Requests in a row without a node, each ``_ASK_READY_S`` after the last one, that make it lost.
 LOST_AFTER = 4
-#: Nodes that a message lists at most.
-_LISTED = 8
 
 
 class Head(NodeProgram):
@@ -251,16 +249,16 @@ def decide(head: Head, elapsed_s: float) -> tuple[str, str]:
     if 0 in late:
         waiting = f"Ray on the head is not up yet: {late[0]}"
     elif too_few(late):
-        waiting = f"workers that have not joined: {'; '.join([*late.values()][:_LISTED])}"
+        waiting = f"workers that have not joined: {'; '.join([*late.values()][:LISTED])}"
     elif slow:
-        waiting = f"sidecars that are not ready: {'; '.join(slow[:_LISTED])}"
+        waiting = f"sidecars that are not ready: {'; '.join(slow[:LISTED])}"
     else:
         return "", ""
     absent = [settings.hosts[rank] for rank in range(settings.nodes) if rank not in reports]
     if elapsed_s >= settings.share_limit_s and too_few(absent):
-        more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
+        more = f" and {len(absent) - LISTED} more" if len(absent) > LISTED else ""
         return "", (
-            f"{', '.join(absent[:_LISTED])}{more} has not written into {settings.run} within "
+            f"{', '.join(absent[:LISTED])}{more} has not written into {settings.run} within "
             f"{settings.share_limit_s:g} s, which node {settings.host} sees. Either that folder is "
             "not on a file system that all nodes share, or the step has not begun there"
         )

@@ -34,6 +34,8 @@ TURN_S = 0.25
 LOOK_S = 1.0
 #: Seconds from SIGTERM to SIGKILL. Slurm itself gives 30 s.
 GRACE_S = 10.0
+#: Nodes that a message lists at most.
+LISTED = 8
 #: Seconds from the end of a ``ray start`` to the next one.
 _RETRY_S = 5.0
 #: Copies Ray's logs once, or what has changed in them, with pauses. A process of its own does it,
@@ -123,7 +125,7 @@ class NodeProgram(ABC):
                 time.sleep(TURN_S)
                 order = runner.order()
                 if order == b"":
-                    raise CannotContinue("the watchdog of this node's processes was killed")
+                    raise CannotContinue(self._watchdog_killed())
                 if order is not None and end is None:
                     is_late = time.time() + 1 >= (self.settings.ends_at or float("inf"))
                     why = (
@@ -136,6 +138,15 @@ class NodeProgram(ABC):
             kind = "" if isinstance(error, CannotContinue) else f"{type(error).__name__}: "
             end = failure(self.settings, f"{kind}{error}")
         return self.leave(end)
+
+    def _watchdog_killed(self) -> str:
+        reports = self.folder.reports()
+        absent = [host for rank, host in enumerate(self.settings.hosts) if rank not in reports]
+        why = (
+            ". Slurm kills a step that it cannot start on every node, and this program has not "
+            f"begun on {', '.join(absent[:LISTED])}"
+        )
+        return f"the watchdog of this node's processes was killed{why if absent else ''}"
 
     def leave(self, end: RunEnd) -> int:
         """End all processes of this node, and report it; the exit code of its task."""

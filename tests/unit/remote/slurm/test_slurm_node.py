@@ -45,6 +45,8 @@ class _Children:
         self.started.append(child)
         return child
 
+    def reap(self) -> None: ...
+
     def stop(self, *_: Any, **__: Any) -> None: ...
 
 
@@ -143,6 +145,14 @@ def test_the_last_copy_of_rays_logs_is_whole(tmp_path):
     with _copy(source, target, "0.1") as copies:
         wait_for(lambda: copy.read_text() == "one\ntwo\n")
         copies.terminate()
+
+
+def test_nodes_that_have_not_begun_are_named_when_slurm_kills_the_others(begin, tmp_path):
+    (tmp_path / "job").touch()
+    worker = begin(Worker, 1)
+    worker.run(Mock(order=lambda: b""))
+    assert "watchdog of this node's processes was killed" in worker.report.failed
+    assert worker.report.failed.endswith("has not begun on n")
 
 
 def test_a_folder_of_another_user_is_not_used(begin, monkeypatch, tmp_path):
