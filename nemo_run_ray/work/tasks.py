@@ -40,9 +40,11 @@ from nemo_run_ray.remote import fit
 from nemo_run_ray.remote.fit import Amounts, Labels
 from nemo_run_ray.work.connection import Connection
 
-#: Seconds that a batch should take: a hundred times what a task costs. An item that takes longer
-#: travels alone, so that it keeps no other one waiting.
-BATCH_S = 0.05
+#: Seconds that a batch should take: thirty times what a task costs the processors of its node and
+#: of the client. An item that takes longer travels alone, so that it keeps no other one waiting.
+BATCH_S = 0.1
+#: Seconds that a batch should take at least, at the end of the work.
+BATCH_LEAST_S = 0.01
 #: Items and bytes of one batch at most.
 BATCH_MAX, BATCH_BYTES_MAX = 1000, 2**20
 #: Tasks for each worker that the nodes can have: the next one waits in Ray when the first is done.
@@ -53,6 +55,9 @@ LOSSES_MAX = 3
 FUNCTIONS_MAX = 100
 #: Seconds between two looks at the nodes and at futures that were cancelled.
 _LOOK_S = 1.0
+#: Seconds between two looks at the limits of time; to ask Ray whether a task has begun costs half
+#: a millisecond.
+_LIMITS_S = 0.1
 #: Seconds for which no node is large enough, after which items fail: one may join, or come back.
 _NEVER_S = 60.0
 #: Seconds for which no task has begun, until the first line about it, and between two.
@@ -175,8 +180,9 @@ class Function:
         """The number of items of the next task: one until the cost is known."""
         by_time = BATCH_S / max(self.seconds, 1e-6)
         by_size = BATCH_BYTES_MAX / max(item_bytes, self.result_bytes, 1.0)
-        # At the end of the work each worker gets its share.
+        # At the end of the work each worker gets its share, if that is worth a task.
         by_share = -(-waiting // max(workers * TASKS_PER_WORKER, 1))
+        by_share = max(by_share, int(BATCH_LEAST_S / max(self.seconds, 1e-6)))
         return max(1, min(int(by_time), int(by_size), by_share, BATCH_MAX))
 
 
@@ -312,7 +318,7 @@ class TaskQueue:
         self._waiting = deque[Item]()
         self._calls = set[_RayTask]()
         self._slots = 1
-        self._look_at = 0.0
+        self._look_at = self._limits_at = 0.0
         # When to say that no task begins, and to fail since no node is large enough.
         self._tell_at: float | None = None
         self._never_at: float | None = None
@@ -323,7 +329,7 @@ class TaskQueue:
         """The number of items, in tasks or done and not taken, that keeps all workers busy."""
         workers = max(self._slots, 1)
         batch = function.batch(BATCH_MAX * workers * TASKS_PER_WORKER, workers, item_bytes)
-        return workers * batch * (TASKS_PER_WORKER + 1)
+        return 2 * workers * batch * TASKS_PER_WORKER  # as many wait as are in tasks
 
     def submit(self, item: Item) -> None:
         """Let an item wait for a worker.
@@ -384,10 +390,12 @@ class TaskQueue:
             self._end([one for one in self._waiting if one.future.cancelled()], CancelledError())
             with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                 self._look(now)  # else the head does not answer
-        for call in [] if self._by_client else list(self._calls):
-            if self._has_begun(call) and now >= call.deadline:
-                self._cancel(call)
-                self._has_failed(call.items, call.items[0].timed_out())
+        if now >= self._limits_at and not self._by_client:
+            self._limits_at = now + _LIMITS_S
+            for call in [one for one in self._calls if one.items[0].timeout_s]:
+                if self._has_begun(call) and now >= call.deadline:
+                    self._cancel(call)
+                    self._has_failed(call.items, call.items[0].timed_out())
         while self._waiting:
             first = self._waiting[0]
             function, most, size_bytes = first.function, self._slots, len(first.data)
@@ -451,9 +459,9 @@ class TaskQueue:
                 file=sys.stderr,
             )
 
-    def _has_begun(self, call: _RayTask) -> bool:
+    def _has_begun(self, call: _RayTask, has_ended: bool = False) -> bool:
         """Whether a task has begun; by Ray Client nobody knows, and it is assumed."""
-        if call.begun_at is None and call.ref.next_ready():
+        if call.begun_at is None and (has_ended or call.ref.next_ready()):
             with suppress(self._ray.exceptions.RayError, StopIteration):
                 call.node_id, call.begun_at = self._ray.get(next(call.ref)), monotonic()
         return call.begun_at is not None
@@ -483,7 +491,7 @@ class TaskQueue:
         def look(done: Future[Any]) -> None:
             if call not in self._calls:
                 return  # it was cancelled
-            self._has_begun(call)
+            self._has_begun(call, has_ended=True)
             if (error := done.exception()) is None:
                 ready(done.result())
                 return

@@ -36,12 +36,13 @@ def paced(seconds: float | None, result_bytes: int = 10) -> Function:
     ("function", "waiting", "item_bytes", "count"),
     [
         (paced(None), 10_000, 10, 1),  # the first item travels alone
-        (paced(0.001), 10_000, 10, 50),
+        (paced(0.001), 10_000, 10, 100),
         (paced(0.1), 10_000, 10, 1),
         (paced(1e-7), 10**6, 10, BATCH_MAX),
         (paced(0.001), 10_000, BATCH_BYTES_MAX, 1),
         (paced(0.001, 10 * 2**20), 10_000, 10, 1),
-        (paced(0.001), 8, 10, 2),  # at the end each worker gets its share
+        (paced(0.02), 8, 10, 2),  # at the end each worker gets its share,
+        (paced(0.001), 8, 10, 10),  # if that is worth a task
     ],
 )
 def test_short_items_travel_together_and_long_or_large_ones_alone(
