@@ -55,8 +55,8 @@ LOSSES_MAX = 3
 FUNCTIONS_MAX = 100
 #: Seconds between two looks at the nodes and at futures that were cancelled.
 _LOOK_S = 1.0
-#: Seconds between two looks at the limits of time; to ask Ray whether a task has begun costs half
-#: a millisecond.
+#: Seconds between two checks of time limits: Ray takes half a millisecond to say whether a task has
+#: begun.
 _LIMITS_S = 0.1
 #: Seconds for which no node is large enough, after which items fail: one may join, or come back.
 _NEVER_S = 60.0
