@@ -40,9 +40,10 @@ from nemo_run_ray.remote import fit
 from nemo_run_ray.remote.fit import Amounts, Labels
 from nemo_run_ray.work.connection import Connection
 
-#: Seconds that a batch should take: thirty times what a task costs the processors of its node and
-#: of the client. An item that takes longer travels alone, so that it keeps no other one waiting.
-BATCH_S = 0.1
+#: Seconds that a batch should take: sixty times what a task costs the processors of its node and
+#: of the client. An item that takes more than half of it travels alone, so that it keeps no other
+#: one waiting.
+BATCH_S = 0.22
 #: Seconds that a batch should take at least, at the end of the work.
 BATCH_LEAST_S = 0.01
 #: Items and bytes of one batch at most.

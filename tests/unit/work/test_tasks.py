@@ -36,8 +36,9 @@ def paced(seconds: float | None, result_bytes: int = 10) -> Function:
     ("function", "waiting", "item_bytes", "count"),
     [
         (paced(None), 10_000, 10, 1),  # the first item travels alone
-        (paced(0.001), 10_000, 10, 100),
-        (paced(0.1), 10_000, 10, 1),
+        (paced(0.001), 10_000, 10, 220),
+        (paced(0.1), 10_000, 10, 2),
+        (paced(0.12), 10_000, 10, 1),
         (paced(1e-7), 10**6, 10, BATCH_MAX),
         (paced(0.001), 10_000, BATCH_BYTES_MAX, 1),
         (paced(0.001, 10 * 2**20), 10_000, 10, 1),
