@@ -14,6 +14,7 @@ import pytest
 from nemo_run_ray import errors
 from nemo_run_ray import work as pool
 from nemo_run_ray.errors import CannotBeSent, ConfigError, ItemFailed
+from nemo_run_ray.work import tasks
 from nemo_run_ray.work.tasks import Function, Item, call_items
 from tests.conftest import wait_for
 
@@ -31,6 +32,7 @@ class Tasks:
 
     def _run(self, item: Item) -> None:
         (row,) = call_items(item.function.data, [item.data], None)
+        tasks._functions.clear()  # they would be sent to the workers of a later test
         if failure := item.take(*row[:2]):
             item.future.set_exception(failure)
 
