@@ -56,9 +56,8 @@ LOSSES_MAX = 3
 FUNCTIONS_MAX = 100
 #: Seconds between two looks at the nodes and at futures that were cancelled.
 _LOOK_S = 1.0
-#: Seconds between two checks of time limits: Ray takes half a millisecond to say whether a task has
-#: begun.
-_LIMITS_S = 0.1
+#: Seconds, at least, between two questions to Ray which tasks have begun: an answer takes some ms.
+_BEGUN_S = 0.1
 #: Seconds for which no node is large enough, after which items fail: one may join, or come back.
 _NEVER_S = 60.0
 #: Seconds for which no task has begun, until the first line about it, and between two.
@@ -319,7 +318,7 @@ class TaskQueue:
         self._waiting = deque[Item]()
         self._calls = set[_RayTask]()
         self._slots = 1
-        self._look_at = self._limits_at = 0.0
+        self._look_at = self._ask_at = 0.0
         # When to say that no task begins, and to fail since no node is large enough.
         self._tell_at: float | None = None
         self._never_at: float | None = None
@@ -330,7 +329,7 @@ class TaskQueue:
         """The number of items, in tasks or done and not taken, that keeps all workers busy."""
         workers = max(self._slots, 1)
         batch = function.batch(BATCH_MAX * workers * TASKS_PER_WORKER, workers, item_bytes)
-        return 2 * workers * batch * TASKS_PER_WORKER  # as many wait as are in tasks
+        return 2 * workers * batch * TASKS_PER_WORKER  # twice what can be in tasks
 
     def submit(self, item: Item) -> None:
         """Let an item wait for a worker.
@@ -386,17 +385,18 @@ class TaskQueue:
 
     def _step(self, now: float) -> None:
         """Send what waits, and end what takes too long."""
+        if now >= self._ask_at:
+            self._ask_at = now + _BEGUN_S
+            self._ask_for_begun()
+            for call in [] if self._by_client else list(self._calls):
+                if now >= call.deadline:
+                    self._cancel(call)
+                    self._has_failed(call.items, call.items[0].timed_out())
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._end([one for one in self._waiting if one.future.cancelled()], CancelledError())
             with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                 self._look(now)  # else the head does not answer
-        if now >= self._limits_at and not self._by_client:
-            self._limits_at = now + _LIMITS_S
-            for call in [one for one in self._calls if one.items[0].timeout_s]:
-                if self._has_begun(call) and now >= call.deadline:
-                    self._cancel(call)
-                    self._has_failed(call.items, call.items[0].timed_out())
         while self._waiting:
             first = self._waiting[0]
             function, most, size_bytes = first.function, self._slots, len(first.data)
@@ -437,7 +437,7 @@ class TaskQueue:
         alive = {"", *(node.node_id for node in nodes)}
         # Where a host has lost its power, Ray itself notices some minutes later.
         for call in list(self._calls):
-            if self._has_begun(call) and call.node_id not in alive:
+            if call.begun_at is not None and call.node_id not in alive:
                 self._cancel(call)
                 self._was_lost(call, self._ray.exceptions.NodeDiedError("Its node has died."))
         if self._slots or self._never_at is None:
@@ -447,7 +447,7 @@ class TaskQueue:
                 self._unended(),
                 WorkerDied(f"No node can have a worker: {fit.why_not(self._request, nodes)}."),
             )
-        if self._tell_at is None or any(map(self._has_begun, self._calls)):
+        if self._tell_at is None or any(call.begun_at is not None for call in self._calls):
             self._tell_at = now + _FIRST_TELL_S
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
@@ -460,12 +460,22 @@ class TaskQueue:
                 file=sys.stderr,
             )
 
-    def _has_begun(self, call: _RayTask, has_ended: bool = False) -> bool:
-        """Whether a task has begun; by Ray Client nobody knows, and it is assumed."""
-        if call.begun_at is None and (has_ended or call.ref.next_ready()):
+    def _ask_for_begun(self) -> None:
+        """Ask Ray which tasks have begun: it drops what a task yields unread when that has failed.
+
+        By Ray Client nobody knows, and each counts as begun when it is sent.
+        """
+        unseen = {call.ref: call for call in self._calls if call.begun_at is None}
+        if unseen:
+            refs = [*unseen]
+            for ref in self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
+                self._read_begin(unseen[ref])
+
+    def _read_begin(self, call: _RayTask) -> None:
+        """Read what a task has yielded first, unless that was done."""
+        if call.begun_at is None:
             with suppress(self._ray.exceptions.RayError, StopIteration):
                 call.node_id, call.begun_at = self._ray.get(next(call.ref)), monotonic()
-        return call.begun_at is not None
 
     def _send(self, items: list[Item]) -> None:
         function = items[0].function
@@ -492,8 +502,8 @@ class TaskQueue:
         def look(done: Future[Any]) -> None:
             if call not in self._calls:
                 return  # it was cancelled
-            self._has_begun(call, has_ended=True)
             if (error := done.exception()) is None:
+                self._read_begin(call)
                 ready(done.result())
                 return
             for failed in [] if self._by_client else call.ref:
@@ -518,7 +528,10 @@ class TaskQueue:
         self._calls.discard(call)
         exceptions, first = self._ray.exceptions, call.items[0]
         lost = (exceptions.NodeDiedError, exceptions.ObjectLostError)
-        if (call.begun_at is None or isinstance(error, lost)) and first.losses < LOSSES_MAX:
+        crashed = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError)
+        # The call may have ended the worker before its begin was seen; or it was dead before.
+        most = 1 if isinstance(error, crashed) else LOSSES_MAX
+        if (call.begun_at is None or isinstance(error, lost)) and first.losses < most:
             for item in call.items:
                 item.losses += 1
             self._waiting.extendleft(reversed(call.items))
@@ -526,9 +539,10 @@ class TaskQueue:
         if self._by_client and monotonic() >= call.deadline:
             error = first.timed_out()
         elif isinstance(error, exceptions.RayError):
+            has_run = call.begun_at is not None or isinstance(error, crashed)
             error = WorkerDied(
                 f"The worker for {first.function.name} "
-                f"{'could not be started' if call.begun_at is None else 'has died'}: "
+                f"{'has died' if has_run else 'could not be started'}: "
                 f"{' '.join(str(error).split())[:500]}"
             )
         self._has_failed(call.items, error)

@@ -145,6 +145,18 @@ def test_a_worker_that_dies_costs_its_item_alone(pool):
     assert [one for one in found if not isinstance(one, ItemFailed)] == [0, *range(2, 200)]
 
 
+def test_a_call_that_kills_its_worker_is_made_once(pool, tmp_path):
+    def die(path):
+        with path.open("a") as file:
+            file.write("a call\n")
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    (found,) = pool.map(die, [tmp_path / "calls"], failures="yield")
+    assert "has died" in str(found.cause)
+    assert (tmp_path / "calls").read_text() == "a call\n"
+
+
 def test_what_cannot_be_pickled_is_named(pool):
     lock = threading.Lock()
 

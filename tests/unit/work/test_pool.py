@@ -23,6 +23,7 @@ class Tasks:
     """Runs each item in this process, after what was sent with it."""
 
     function = pool.Pool._function
+    lock = threading.Lock()
 
     def __init__(self) -> None:
         self._functions = Function
@@ -31,8 +32,9 @@ class Tasks:
         threading.Timer(0.05, self._run, [item]).start()
 
     def _run(self, item: Item) -> None:
-        (row,) = call_items(item.function.data, [item.data], None)
-        tasks._functions.clear()  # they would be sent to the workers of a later test
+        with self.lock:
+            (row,) = call_items(item.function.data, [item.data], None)
+            tasks._functions.clear()  # they would be sent to the workers of a later test
         if failure := item.take(*row[:2]):
             item.future.set_exception(failure)
 

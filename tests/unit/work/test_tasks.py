@@ -60,6 +60,10 @@ class NodeDied(RayError):
     pass
 
 
+class Crashed(RayError):
+    pass
+
+
 class Task:
     """What a Ray task of a test yields: its node, then its rows."""
 
@@ -68,9 +72,6 @@ class Task:
         self.yielded: list[object] = []
         self.future_of_end: Future[None] = Future()
         self.is_cancelled = False
-
-    def next_ready(self) -> bool:
-        return bool(self.yielded)
 
     def __iter__(self) -> Iterator[object]:
         return self
@@ -89,6 +90,10 @@ class Task:
     def begin(self, node_id: str) -> None:
         self.yielded.append(node_id)
 
+    def fail(self, error: Exception) -> None:
+        self.yielded.clear()  # as Ray does
+        self.future_of_end.set_exception(error)
+
     def finish(self, *values: object) -> None:
         self.yielded.append([(pickle.dumps(value), "", 0.1) for value in values])
         self.future_of_end.set_result(None)
@@ -98,7 +103,11 @@ class Ray:
     """As much of Ray as the scheduler uses; a test says what becomes of each task."""
 
     exceptions = SimpleNamespace(
-        RayError=RayError, NodeDiedError=NodeDied, ObjectLostError=NodeDied
+        RayError=RayError,
+        NodeDiedError=NodeDied,
+        ObjectLostError=NodeDied,
+        WorkerCrashedError=Crashed,
+        OutOfMemoryError=Crashed,
     )
     util = SimpleNamespace(client=SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: False)))
     cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
@@ -135,8 +144,8 @@ class Ray:
     def get(self, ref: object) -> object:
         return ref.value
 
-    def wait(self, refs: list, timeout: float) -> tuple[list, list]:
-        return [ref for ref in refs if ref.future().done()], []
+    def wait(self, tasks: list[Task], num_returns: int, timeout: float) -> tuple[list, list]:
+        return [task for task in tasks if task.yielded or task.future_of_end.done()], []
 
     def cancel(self, task: Task, force: bool) -> None:
         task.is_cancelled = force
@@ -193,7 +202,7 @@ def test_an_item_whose_node_has_died_runs_on_another_one(send, ray, is_seen_firs
     first = next_task(ray, 0, "two")
     wait_for(lambda: not first.yielded)
     if is_seen_first_by_ray:
-        first.future_of_end.set_exception(NodeDied("its node has died"))
+        first.fail(NodeDied("its node has died"))
     else:
         ray.alive = ["one"]
         wait_for(lambda: first.is_cancelled)
@@ -203,16 +212,20 @@ def test_an_item_whose_node_has_died_runs_on_another_one(send, ray, is_seen_firs
 
 
 @pytest.mark.parametrize(
-    ("node_id", "error", "message"),
+    ("attempts", "node_id", "error", "message"),
     [
-        ("one", NodeDied("its node has died"), "for double has died: its node has died"),
-        ("", RayError("pip has failed"), "for double could not be started: pip has failed"),
+        (LOSSES_MAX + 1, "one", NodeDied("it is gone"), "for double has died: it is gone"),
+        (LOSSES_MAX + 1, "", RayError("no pip"), "for double could not be started: no pip"),
+        (2, "", Crashed("killed"), "for double has died: killed"),
+        (1, "one", Crashed("killed"), "for double has died: killed"),
     ],
 )
-def test_an_item_does_not_take_node_after_node(send, ray, node_id, error, message):
+def test_an_item_does_not_take_node_after_node(send, ray, attempts, node_id, error, message):
     (item,) = send()
-    for number in range(LOSSES_MAX + 1):
-        next_task(ray, number, node_id).future_of_end.set_exception(error)
+    for number in range(attempts):
+        task = next_task(ray, number, node_id)
+        wait_for(lambda task=task: not task.yielded)
+        task.fail(error)
     with pytest.raises(WorkerDied, match=message):
         item.future.result(10)
 
