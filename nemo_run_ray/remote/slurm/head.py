@@ -17,7 +17,7 @@ from ..node.supervise import Child
 from .carry import Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd
 from .network import head_address
-from .node import LISTED, TURN_S, NodeProgram, driver_environment
+from .node import LISTED, TURN_S, NodeProgram, driver_environment, listed
 
 #: NeMo-Run's file that ends the nodes.
 ENDED = "ENDED"
@@ -256,9 +256,8 @@ def decide(head: Head, elapsed_s: float) -> tuple[str, str]:
         return "", ""
     absent = [settings.hosts[rank] for rank in range(settings.nodes) if rank not in reports]
     if elapsed_s >= settings.share_limit_s and too_few(absent):
-        more = f" and {len(absent) - LISTED} more" if len(absent) > LISTED else ""
         return "", (
-            f"{', '.join(absent[:LISTED])}{more} has not written into {settings.run} within "
+            f"{listed(absent)} has not written into {settings.run} within "
             f"{settings.share_limit_s:g} s, which node {settings.host} sees. Either that folder is "
             "not on a file system that all nodes share, or the step has not begun there"
         )

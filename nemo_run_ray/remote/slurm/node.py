@@ -125,7 +125,7 @@ class NodeProgram(ABC):
                 time.sleep(TURN_S)
                 order = runner.order()
                 if order == b"":
-                    raise CannotContinue(self._watchdog_killed())
+                    raise CannotContinue(self._why_no_watchdog())
                 if order is not None and end is None:
                     is_late = time.time() + 1 >= (self.settings.ends_at or float("inf"))
                     why = (
@@ -139,14 +139,16 @@ class NodeProgram(ABC):
             end = failure(self.settings, f"{kind}{error}")
         return self.leave(end)
 
-    def _watchdog_killed(self) -> str:
-        reports = self.folder.reports()
+    def _why_no_watchdog(self) -> str:
+        """Why the program that ends this node's processes is gone, as far as the reports tell."""
+        why, reports = "the watchdog of this node's processes was killed", self.folder.reports()
         absent = [host for rank, host in enumerate(self.settings.hosts) if rank not in reports]
-        why = (
-            ". Slurm kills a step that it cannot start on every node, and this program has not "
-            f"begun on {', '.join(absent[:LISTED])}"
-        )
-        return f"the watchdog of this node's processes was killed{why if absent else ''}"
+        if absent and self.folder.text(READY) is None:
+            why += (
+                ". Slurm kills a step that it cannot start on every node, and this program has not "
+                f"begun on {listed(absent)}; slurmd's log there may say why"
+            )
+        return why
 
     def leave(self, end: RunEnd) -> int:
         """End all processes of this node, and report it; the exit code of its task."""
@@ -361,6 +363,12 @@ class Worker(NodeProgram):
             say(why)  # without a shared folder nothing else has it
             self.publish(failed=why)  # the other nodes continue, and must know why
         return super().leave(end)
+
+
+def listed(hosts: Sequence[str]) -> str:
+    """The first of the hosts, and how many more there are."""
+    more = f" and {len(hosts) - LISTED} more" if len(hosts) > LISTED else ""
+    return ", ".join(hosts[:LISTED]) + more
 
 
 def failure(settings: Settings, why: str) -> RunEnd:

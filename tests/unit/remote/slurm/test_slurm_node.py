@@ -15,7 +15,7 @@ import pytest
 from nemo_run_ray.remote.dashboard import Unanswered
 from nemo_run_ray.remote.slurm import head as head_module
 from nemo_run_ray.remote.slurm import node, settings
-from nemo_run_ray.remote.slurm.folder import HeadAddress, NodeReport, RunEnd, RunFolder
+from nemo_run_ray.remote.slurm.folder import READY, HeadAddress, NodeReport, RunEnd, RunFolder
 from nemo_run_ray.remote.slurm.head import Head
 from nemo_run_ray.remote.slurm.node import Worker, hold_folder
 from tests.conftest import wait_for
@@ -151,8 +151,9 @@ def test_nodes_that_have_not_begun_are_named_when_slurm_kills_the_others(begin, 
     (tmp_path / "job").touch()
     worker = begin(Worker, 1)
     worker.run(Mock(order=lambda: b""))
-    assert "watchdog of this node's processes was killed" in worker.report.failed
-    assert worker.report.failed.endswith("has not begun on n")
+    assert "this program has not begun on n; slurmd's log there" in worker.report.failed
+    worker.folder.write(READY, _HEAD)
+    assert worker._why_no_watchdog() == "the watchdog of this node's processes was killed"
 
 
 def test_a_folder_of_another_user_is_not_used(begin, monkeypatch, tmp_path):
