@@ -50,6 +50,10 @@ class File:
     content: bytes
     is_executable: bool = False
 
+    @property
+    def mode(self) -> int:
+        return 0o755 if self.is_executable else 0o644
+
 
 @dataclass(frozen=True)
 class Link:
@@ -61,24 +65,21 @@ class Link:
 Entry = File | Link
 
 
-def write_tar(stream: io.BufferedIOBase, entries: Iterable[tuple[str, Entry]]) -> None:
-    """Write a tar archive of the entries, without times and owners."""
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
+def write_tar_gz(path: str, entries: Iterable[tuple[str, Entry]]) -> None:
+    """Write a ``.tar.gz`` of the entries, without times and owners; equal ones give equal bytes."""
+    with (
+        replacing(path) as file,
+        gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
         for name, entry in entries:
             member = tarfile.TarInfo(name)
             if isinstance(entry, Link):
                 member.type, member.linkname = tarfile.SYMTYPE, entry.target
                 tar.addfile(member)
             else:
-                member.size = len(entry.content)
-                member.mode = 0o755 if entry.is_executable else 0o644
+                member.size, member.mode = len(entry.content), entry.mode
                 tar.addfile(member, io.BytesIO(entry.content))
-
-
-def write_tar_gz(path: str, entries: Iterable[tuple[str, Entry]]) -> None:
-    """Write a ``.tar.gz`` of the entries; equal ones give equal bytes."""
-    with replacing(path) as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
-        write_tar(packed, entries)
 
 
 @dataclass(kw_only=True)
