@@ -832,7 +832,7 @@ def why_waiting(
         text = f"It asks for {ask}; no node can ever take it: {never}. Ray waits for such a node."
         return Reason.UNSCHEDULABLE, text
     node = best(ask, room.nodes)
-    if node is None or node.free is None or not scarce(ask, node):
+    if node is None or node.free is None or not (missing := scarce(ask, node)):
         return None
     count = len(room.nodes)
     which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"
@@ -842,7 +842,7 @@ def why_waiting(
     held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for holding in room.holdings.get(node.node_id, ()):
         program = programs.get(holding.job_id, f"the Ray program {holding.job_id}")
-        for name in scarce(ask, node):
+        for name in missing:
             if holding.resources.get(name):
                 held[holding.submission_id or program][name] += holding.resources[name]
     if held:
