@@ -148,7 +148,7 @@ class HostStarts:
         host = Host((role.name, record.number), role, node, record.tag, record.run_dir, slots=count)
         host.end_by = monotonic() + _PLACED_S
         resources = {key: amount * count for key, amount in role.resources.items()}
-        actors.start(host, resources, self._on(node.node_id, soft=False), "array.host")
+        actors.start([host], resources, self._on(node.node_id, soft=False), "array.host")
         actors.order(host, {**actors.prepare_order(host), **self._order, "slots": count})
         return host
 

@@ -1,7 +1,8 @@
 """The driver of a group: places the roles on nodes, feeds the pure machine, and does what it says.
 
-It is a Ray program that holds no resources. One placement group gives all replicas their nodes. In
-the bundle of each replica one actor starts its process and passes its reports back.
+It is a Ray program that holds no resources. One placement group gives all replicas their nodes. An
+actor in the bundle of a replica starts its process and passes its reports back. One actor does so
+for all replicas of a node that are alike to Ray: it has a process of 70 MiB, which starts in 0.5 s.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..fit import (
     slots,
     why_not,
 )
-from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, is_cancelled, name
+from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, code_of, is_cancelled, name
 from ..node.output import say, write
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
@@ -74,6 +75,7 @@ class GroupDriver:
     def run(self) -> int:
         """Run the group to its end; its exit code."""
         room = PlacementGroup(self._ray, self._spec)
+        self._actors.package  # noqa: B018 - made while Ray places the group
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
         rows_path, shown = f"{folder}/{status_file_name(self._submission_id)}", ""
         try:
@@ -113,6 +115,7 @@ class GroupDriver:
         mark = secrets.token_hex(8)
         nodes = iter(enumerate(room.nodes))
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        shared: dict[Any, tuple[int, list[ReplicaHandle]]] = {}
         for role in self._spec.roles:
             names = []
             for index in range(role.replicas):
@@ -121,9 +124,14 @@ class GroupDriver:
                 run_dir, key = f"{self._submission_id}~{role.name}-{index}", (role.name, index)
                 handle = ReplicaHandle(key, role, node, tag, run_dir)
                 self._group.replicas[key].handle = handle
-                self._actors.start(handle, role.resources, strategy(room.group, bundle))
+                alike: Any = node.node_id, code_of(role), tuple(role.resources.items())
+                if role.runtime_env or not role.resources.keys() <= {"CPU", "memory"}:
+                    alike = key  # Ray sets variables for a worker with GPUs
+                shared.setdefault(alike, (bundle, []))[1].append(handle)
                 names.append(node.host)
             say(f"{role.name} goes to {', '.join(dict.fromkeys(names))}")
+        for bundle, handles in shared.values():
+            self._actors.start(handles, handles[0].role.resources, strategy(room.group, bundle))
         self._placed_at = monotonic()
         self._tell_at = self._placed_at + _TELL_S
 

@@ -1,4 +1,4 @@
-"""The actors that a driver keeps on nodes, one a replica: how they start, and what they are sent.
+"""The actors that a driver keeps on nodes: how they start, and what they are sent.
 
 ``ray`` is imported late. The class is sent by value and the archives go through Ray's object store,
 so that the actors run in workers that Ray keeps ready: a worker for the job's runtime environment
@@ -22,6 +22,7 @@ import tarfile
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import monotonic
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
@@ -93,7 +94,6 @@ class Actors:
 
     Attributes:
         ray: the module, connected.
-        package: reference of an archive of this package and the job's files.
         run_module: a task that runs a module of it.
     """
 
@@ -120,36 +120,43 @@ class Actors:
         self._class, self.run_module = map(ray.remote, sent_by_value())
         self._codes: Json = {}  # by the folder on this node
         self._awaited: Dict[Any, Tuple[float, ReplicaHandle]] = {}  # since when
-        self.package = ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
+
+    @cached_property
+    def package(self) -> Any:
+        """Reference of an archive of this package and the job's files."""
+        return self.ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
 
     def start(
         self,
-        replica: ReplicaHandle,
+        replicas: Sequence[ReplicaHandle],
         resources: Amounts,
         strategy: Any,
         program: str = "group.replica",
     ) -> None:
-        """Start an actor, and ask for its replica's reports.
+        """Start an actor for replicas of the same code, and ask for their reports.
 
-        The replica's process runs the program, a module of this package.
+        The process of each replica runs the program, a module of this package.
         """
         code: Any = b""
-        if replica.role.task.has_code:
-            folder = code_of(replica.role)
+        folder = code_of(replicas[0].role)
+        if folder:
             code = self._codes.get(folder) or self.ray.put(tar(folder))
             self._codes[folder] = code
         others = dict(resources)  # but those for which Ray has options of their own
-        replica.actor = self._class.options(
+        actor = self._class.options(
             num_cpus=others.pop("CPU", 0),
             num_gpus=others.pop("GPU", 0),
             memory=int(others.pop("memory", 0)) or None,
             resources=others,
-            max_concurrency=8,  # pulls that wait, pulls behind broken lines, orders
+            # Pulls that wait, pulls behind broken lines, orders.
+            max_concurrency=6 + 2 * len(replicas),
             max_task_retries=-1,  # while its node is away; what is sent is numbered
-            runtime_env=replica.role.runtime_env or None,
+            runtime_env=replicas[0].role.runtime_env or None,
             scheduling_strategy=strategy,
-        ).remote((replica.tag, replica.run_dir, program), self.package, code)
-        self.pull(replica)
+        ).remote([(one.tag, one.run_dir, program) for one in replicas], self.package, code)
+        for replica in replicas:
+            replica.actor = actor
+            self.pull(replica)
 
     def prepare_order(self, replica: ReplicaHandle) -> Json:
         """The order that makes the run directory of a role on its node, and reserves its ports."""
@@ -176,12 +183,12 @@ class Actors:
 
     def order(self, replica: ReplicaHandle, order: Json) -> None:
         """Give a replica an order; nothing is answered to it."""
-        replica.actor.order.remote(replica.orders, order)
+        replica.actor.order.remote(replica.tag, replica.orders, order)
         replica.orders += 1
 
     def pull(self, replica: ReplicaHandle) -> None:
         """Ask an actor for its replica's reports that are not here yet."""
-        reference = replica.actor.pull.remote(replica.seen, _PULL_S)
+        reference = replica.actor.pull.remote(replica.tag, replica.seen, _PULL_S)
         self._awaited[reference] = monotonic(), replica
 
     def answers(self) -> Iterator[Tuple[ReplicaHandle, Reports]]:
@@ -209,7 +216,7 @@ class Actors:
 
     def close(self, replicas: Sequence[ReplicaHandle]) -> bool:
         """Let living actors end their replicas; true if all have confirmed that nothing runs."""
-        ends = [replica.actor.close.remote() for replica in replicas]
+        ends = [replica.actor.close.remote(replica.tag) for replica in replicas]
         try:
             return not ends or all(self.ray.get(ends, timeout=_CLOSE_S))
         except (self.ray.exceptions.RayError, TimeoutError):
@@ -251,7 +258,9 @@ def is_cancelled(runner: Runner) -> bool:
 
 
 def code_of(role: RoleSpec) -> str:
-    """The folder in which Ray has unpacked the code of a role."""
+    """The folder in which Ray has unpacked the code of a role; empty if it has none."""
+    if not role.task.has_code:
+        return ""
     archive = _archives().get(role.name)
     if archive is None:
         return os.getcwd()
@@ -288,30 +297,33 @@ def sent_by_value() -> Tuple[Any, Any]:
             archive.extractall(folder)
 
     class ReplicaActor:
-        def __init__(self, place: Tuple[str, str, str], package: bytes, code: bytes) -> None:
+        def __init__(self, places: List[Tuple[str, str, str]], package: bytes, code: bytes) -> None:
             import ray
 
             self._node = ray.get_runtime_context().get_node_id()
-            folder = tempfile.mkdtemp(prefix="nemo_run_ray_")
-            try:
-                for kind, data in (("package", package), ("code", code)):
-                    if data:
-                        unpack(data, f"{folder}/{kind}")
-                sys.path.append(f"{folder}/package")
-                relay = importlib.import_module("nemo_run_ray_remote.hosts.relay")
-                self._relay = relay.Relay(folder, *place)
-            except BaseException:  # a full disk
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+            self._relays: Dict[str, Any] = {}  # by tag
+            for place in places:
+                folder = tempfile.mkdtemp(prefix="nemo_run_ray_")
+                try:
+                    if not self._relays:  # the processes of all replicas import it at once
+                        unpack(package, f"{folder}/package")
+                        sys.path.append(f"{folder}/package")
+                    if code:
+                        unpack(code, f"{folder}/code")
+                    relay = importlib.import_module("nemo_run_ray_remote.hosts.relay")
+                    self._relays[place[0]] = relay.Relay(folder, *place)
+                except BaseException:  # a full disk
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
 
-        def order(self, number: int, order: Json) -> None:
-            self._relay.order(number, order)
+        def order(self, tag: str, number: int, order: Json) -> None:
+            self._relays[tag].order(number, order)
 
-        def pull(self, seen: int, patience_s: float) -> Any:
-            return self._node, *self._relay.pull(seen, patience_s)
+        def pull(self, tag: str, seen: int, patience_s: float) -> Any:
+            return self._node, *self._relays[tag].pull(seen, patience_s)
 
-        def close(self) -> Any:
-            return self._relay.close()
+        def close(self, tag: str) -> Any:
+            return self._relays[tag].close()
 
     def run_module(
         package: bytes, program: str, module: str, request: str, env: Dict[str, str]

@@ -95,7 +95,7 @@ class Relay:
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
         module = f"{__package__.rpartition('.')[0]}.{program}"
-        subprocess.run(  # it is only the parent of the one that stays
+        self._parent = subprocess.Popen(  # of the one that stays, and soon gone
             [sys.executable, "-I", "-c", PROGRAM, package, folder, str(theirs.fileno()), module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -145,6 +145,7 @@ class Relay:
         return has_ended
 
     def _listen(self) -> None:
+        self._parent.wait()
         last = b""
         # A process that is killed before it has read its last order resets the connection.
         with self._channel.makefile("rb") as reports, suppress(ConnectionResetError):
