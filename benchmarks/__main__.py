@@ -308,7 +308,8 @@ def _show_start(found: dict[str, Any], add: Add) -> None:
 
 
 def _show_upload(found: dict[str, Any], add: Add) -> None:
-    add("second submission uploads", f"{found['second_bytes']} bytes", "0")
+    # The key of its end record is the job's own.
+    add("second submission uploads", f"{found['second_bytes']} bytes", "< 1000")
     add("first submission uploads", f"{found['first_bytes']} bytes")
 
 

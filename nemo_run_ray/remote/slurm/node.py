@@ -140,7 +140,7 @@ class NodeProgram(ABC):
         return self.leave(end)
 
     def _why_no_watchdog(self) -> str:
-        """Why the watchdog of this node's processes is gone."""
+        """Say why the watchdog of this node's processes is gone."""
         why, reports = "the watchdog of this node's processes was killed", self.folder.reports()
         absent = [host for rank, host in enumerate(self.settings.hosts) if rank not in reports]
         if absent and self.folder.text(READY) is None:
