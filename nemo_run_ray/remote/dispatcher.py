@@ -13,7 +13,7 @@ import json
 import os
 import time
 import zipfile
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from time import monotonic
 from typing import Callable, Mapping
@@ -83,7 +83,7 @@ class Dispatcher:
         self._errors: dict[str, float] = {}  # first unexplained error of an attempt
         self._troubles: dict[str, str] = {}  # in the log already, by what they are about
         self._changed_at = self._present_at = clock()
-        self._look_s = 0.0
+        self._looks_s = deque([0.0], maxlen=3)
         self._earlier: dict[str, Attempt] | None = None  # not read yet
         self._ends = LostEnds(api.log_end)
 
@@ -96,9 +96,10 @@ class Dispatcher:
         while True:
             if (code := self.round()) is not None:
                 return code
-            # Look again soon while things happen, and never be a burden.
+            # Look again soon while things happen, and never be a burden. The quickest look counts:
+            # a head that is busy for a moment may take long for one.
             idle_s = self._clock() - self._changed_at
-            sleep(max(0.3, min(idle_s / 20, 5.0), min(self._look_s * 4, 20.0)))
+            sleep(max(0.3, min(idle_s / 20, 5.0), min(min(self._looks_s) * 4, 20.0)))
 
     def round(self) -> int | None:
         """Look once and act; the exit code when there is nothing left to do."""
@@ -145,7 +146,7 @@ class Dispatcher:
             name = str(row["submission_id"])
             if first_id(name) in self._ids:
                 table[name] = attempt_of_row(self._ends.restored(row))
-        self._look_s = monotonic() - began
+        self._looks_s.append(monotonic() - began)
         self._troubles.pop("", None)
         own = table.get(self._own_id)
         if own is not None and own.nonce == self._dispatch.nonce:
