@@ -288,7 +288,11 @@ class RemoteJob:
             ask = request_of(self.record.reservation)
             # Where there is room, a start takes less than three seconds.
             if ask and status.reason is Reason.NONE and time.time() - posted_at > 3.0:
-                waits = why_waiting(ask, api.state.room(), snapshot.rows(api))
+                waits = snapshot.once(
+                    api,
+                    f"the wait for {ask!r}",
+                    lambda: why_waiting(ask, api.state.room(), snapshot.rows(api)),
+                )
                 if waits is not None:
                     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
                     detail = f"{waits[1]} It has been waiting since {since}."
