@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -67,11 +68,16 @@ Attempts = Mapping[str, AttemptRecord]
 
 
 def merged(kept: Attempts, seen: Attempts) -> dict[str, AttemptRecord]:
-    """All attempts as seen, or as kept where they are not; the earlier begin time counts."""
+    """All attempts as seen, or as kept where they are not; the earlier begin time counts.
+
+    The answer that an attempt runs may arrive when it has ended; that moment is no begin time.
+    """
     result = {**kept, **seen}
     for name in kept.keys() & seen.keys():
+        ended_at = seen[name].ended_at or math.inf
         moments = [at for at in (kept[name].running_at, seen[name].running_at) if at is not None]
-        result[name] = replace(seen[name], running_at=min(moments, default=None))
+        running_at = min((at for at in moments if at < ended_at), default=None)
+        result[name] = replace(seen[name], running_at=running_at)
     return result
 
 

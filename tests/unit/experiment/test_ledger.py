@@ -27,7 +27,7 @@ from nemo_run_ray.experiment.store import (
 )
 from nemo_run_ray.ids import LEDGER, job_id
 from nemo_run_ray.remote.spec import read
-from nemo_run_ray.remote.status import JobStatus
+from nemo_run_ray.remote.status import JobState, JobStatus
 from tests.unit.experiment.conftest import Submitted
 
 _INTENT = {"job": "j", "cluster": {"kind": "local"}, "session": "s", "nonce": "n"}
@@ -234,3 +234,9 @@ def test_a_disk_that_is_full_after_the_request_leaves_the_job_alone(ray, unique,
     (warning,) = warnings
     assert f"{LEDGER} cannot be written: [Errno 28] No space left on device. The job" in warning
     assert f"{submitted.id}.job is not affected" in warning
+
+
+def test_a_begin_that_was_noted_after_the_end_is_none():
+    running = store.AttemptRecord("a", JobState.RUNNING, running_at=9.0)
+    ended = store.AttemptRecord("a", JobState.SUCCEEDED, ended_at=8.0)
+    assert store.merged({"a": running}, {"a": ended})["a"].running_at is None
