@@ -53,7 +53,7 @@ _UNPACK = (
 #: Characters of one variable. One string of a new process is at most 128 KiB with its name and end:
 #: MAX_ARG_STRLEN, execve(2). run:ai answers 400 for a value of more than 10,000 characters.
 LEPTON_CHARS, DGXCLOUD_CHARS = 120_000, 9_500
-#: Compressing is a matter of seconds: larger trees are compressed in parts, one a core.
+#: Compressing takes seconds, so larger trees are compressed in parts, by several threads.
 _PART_BYTES = 5 * 2**20
 #: Tuned to text: more of a character's high bits, none of its alignment. The lower depth of search
 #: saves a fifth of the time and costs a thousandth of the size.
@@ -61,7 +61,7 @@ _FILTERS = [
     {
         "id": lzma.FILTER_LZMA2,
         "preset": 6,
-        "dict_size": 2**24,
+        "dict_size": 2**23,
         "depth": 20,
         "lc": 4,
         "lp": 0,
@@ -240,7 +240,7 @@ def encode(tree: Mapping[str, Entry]) -> tuple[str, str]:
     short = marks + b"\n" + short
     size = len(short) // (1 + len(short) // _PART_BYTES) + 1
     parts = [short[start : start + size] for start in range(0, len(short), size)]
-    with ThreadPoolExecutor() as pool:  # the compressor lets other threads run
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compressor lets other threads run
         sent = base64.b85encode(b"".join(pool.map(partial(lzma.compress, filters=_FILTERS), parts)))
     # Kubernetes makes $ of $$ in a value, and Go writes <, > and & as six characters in JSON. Base
     # 85 has them; these four it does not have.

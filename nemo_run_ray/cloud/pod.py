@@ -15,7 +15,7 @@ import tempfile
 from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
 PREFIX = "_NEMO_RUN_RAY_SRC_"
-#: Each is sent as one byte that the files do not have: source code is a sixth smaller so.
+#: Each is sent as one byte that occurs in no file, which makes source code a sixth smaller.
 INDENTS = [b"\n" + b" " * width for width in (16, 12, 8, 4)] + [b" " * 4]
 
 

@@ -83,7 +83,7 @@ class Dispatcher:
         self._errors: dict[str, float] = {}  # first unexplained error of an attempt
         self._troubles: dict[str, str] = {}  # in the log already, by what they are about
         self._changed_at = self._present_at = clock()
-        self._looks_s = deque([0.0], maxlen=3)
+        self._looks_s = deque[float](maxlen=3)
         self._earlier: dict[str, Attempt] | None = None  # not read yet
         self._ends = LostEnds(api.log_end)
 
@@ -99,7 +99,7 @@ class Dispatcher:
             # Look again soon while things happen, and never be a burden. The quickest look counts:
             # a head that is busy for a moment may take long for one.
             idle_s = self._clock() - self._changed_at
-            sleep(max(0.3, min(idle_s / 20, 5.0), min(min(self._looks_s) * 4, 20.0)))
+            sleep(max(0.3, min(idle_s / 20, 5.0), min(min(self._looks_s, default=0.0) * 4, 20.0)))
 
     def round(self) -> int | None:
         """Look once and act; the exit code when there is nothing left to do."""

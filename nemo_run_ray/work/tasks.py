@@ -461,9 +461,10 @@ class TaskQueue:
             )
 
     def _ask_for_begun(self) -> None:
-        """Ask Ray which tasks have begun: it drops what a task yields unread when that has failed.
+        """Ask Ray which tasks have begun; by Ray Client a task counts as begun when it is sent.
 
-        By Ray Client nobody knows, and each counts as begun when it is sent.
+        It must be asked often: of a task that has failed Ray drops what it has yielded and nobody
+        has read.
         """
         unseen = {call.ref: call for call in self._calls if call.begun_at is None}
         if unseen:
@@ -493,7 +494,7 @@ class TaskQueue:
         take_rows = partial(self._has_rows, call)
         if self._by_client:
             self._watch(call, ref, take_rows)
-        else:  # it yields the rows last; _has_begun has taken the node's id by then
+        else:  # it yields the rows last; _read_begin has taken the node's id by then
             self._watch(call, ref.completed(), lambda _: self._watch(call, next(ref), take_rows))
 
     def _watch(self, call: _RayTask, ref: Any, ready: Callable[[Any], None]) -> None:
@@ -534,6 +535,7 @@ class TaskQueue:
         if (call.begun_at is None or isinstance(error, lost)) and first.losses < most:
             for item in call.items:
                 item.losses += 1
+                item.is_alone |= isinstance(error, crashed)
             self._waiting.extendleft(reversed(call.items))
             return
         if self._by_client and monotonic() >= call.deadline:

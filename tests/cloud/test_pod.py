@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import lzma
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_run_ray import cloud
 from nemo_run_ray.cloud import DGXCLOUD_CHARS, encode, pod
 from nemo_run_ray.cloud.source import File, Link
 from tests.cloud.pods import expand
@@ -55,15 +57,28 @@ def boot(given_variables, *command: str) -> subprocess.CompletedProcess:
     )
 
 
-@given(st.binary(max_size=2000))
+@given(st.binary(max_size=2000) | st.text("\n  x", max_size=500).map(str.encode))
 def test_no_character_that_somebody_changes_and_all_comes_back(content):
-    digest, text = encode({"a": File(content), "b": Link("a")})
+    tree = {"a": File(content), "b": Link("a"), "\udcff": File(b"", is_executable=True)}
+    digest, text = encode(tree)
     assert set(text).isdisjoint("$<>&\"\\' \n\t")
     assert expand(text, {"a": "b"}) == text
     assert json.dumps(text) == f'"{text}"'
     back = pod.received({f"{pod.PREFIX}0": text}, {"count": 1, "digest": digest})
     assert hashlib.sha256(back).hexdigest() == digest
-    assert content in back
+    found = ("a", content, 0o644), ("b", b"", "a"), ("\udcff", b"", 0o755)
+    assert tuple(pod.entries(back)) == found
+
+
+def test_large_trees_are_sent_in_parts_and_indentation_as_single_bytes(tmp_path, monkeypatch):
+    tree = {"a": File(b"def f():\n        return 1\n" * 1000)}
+    monkeypatch.setattr(cloud, "_PART_BYTES", 5000)
+    parts, compress = [], lzma.compress
+    monkeypatch.setattr(lzma, "compress", lambda *a, **k: parts.append(a[0]) or compress(*a, **k))
+    sent = variables(tree, tmp_path)
+    assert len(parts) > 2
+    assert not any(b"    " in part for part in parts)
+    assert pod.received(sent, json.loads(sent[f"{pod.PREFIX}SPEC"])).endswith(tree["a"].content)
 
 
 def test_the_same_tree_gives_the_same_text_in_any_order():
@@ -165,7 +180,7 @@ def test_a_tree_that_is_whole_needs_no_room(tmp_path, monkeypatch):
 
 
 def test_what_another_pod_writes_meanwhile_is_no_restoration(tmp_path, monkeypatch, capsys):
-    def other_is_first(path, member, tar):
+    def other_is_first(path, content, mode):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         Path(path).touch()
         return False

@@ -145,16 +145,16 @@ def test_a_worker_that_dies_costs_its_item_alone(pool):
     assert [one for one in found if not isinstance(one, ItemFailed)] == [0, *range(2, 200)]
 
 
-def test_a_call_that_kills_its_worker_is_made_once(pool, tmp_path):
+@pytest.mark.parametrize(("seconds", "most"), [(0.5, 1), (0.0, 2)])
+def test_a_call_that_kills_its_worker_is_made_twice_at_most(pool, tmp_path, seconds, most):
     def die(path):
-        with path.open("a") as file:
-            file.write("a call\n")
-        time.sleep(0.5)
+        path.open("a").write("1")
+        time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGKILL)
 
     (found,) = pool.map(die, [tmp_path / "calls"], failures="yield")
     assert "has died" in str(found.cause)
-    assert (tmp_path / "calls").read_text() == "a call\n"
+    assert 1 <= len((tmp_path / "calls").read_text()) <= most
 
 
 def test_what_cannot_be_pickled_is_named(pool):

@@ -114,6 +114,7 @@ class HostStarts:
 
     def __init__(self, spec: ArraySpec, job: str, secrets: Mapping[str, str], count: int) -> None:
         self._role, self.actors = spec.host, Actors(job, secrets)
+        self.actors.pack()
         self._ray = self.actors.ray
         self._order = {
             "gpus": spec.host.resources.get("GPU", 0.0),

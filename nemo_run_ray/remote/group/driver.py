@@ -1,8 +1,8 @@
 """The driver of a group: places the roles on nodes, feeds the pure machine, and does what it says.
 
 It is a Ray program that holds no resources. One placement group gives all replicas their nodes. An
-actor in the bundle of a replica starts its process and passes its reports back. One actor does so
-for all replicas of a node that are alike to Ray: it has a process of 70 MiB, which starts in 0.5 s.
+actor in the bundle of a replica starts its process and passes its reports back. The replicas of a
+node that are alike to Ray share one, since each is a process of 70 MiB that takes 0.5 s to start.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class GroupDriver:
     def run(self) -> int:
         """Run the group to its end; its exit code."""
         room = PlacementGroup(self._ray, self._spec)
-        self._actors.package  # noqa: B018 - made while Ray places the group
         folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
         rows_path, shown = f"{folder}/{status_file_name(self._submission_id)}", ""
         try:
+            self._actors.pack()  # while Ray places the group
             while self._group.phase is not Phase.OVER:
                 if self._group.phase is not Phase.PLACING:
                     self._turn()
@@ -126,7 +126,7 @@ class GroupDriver:
                 self._group.replicas[key].handle = handle
                 alike: Any = node.node_id, code_of(role), tuple(role.resources.items())
                 if role.runtime_env or not role.resources.keys() <= {"CPU", "memory"}:
-                    alike = key  # Ray sets variables for a worker with GPUs
+                    alike = key  # a worker has one environment, and variables for its GPUs
                 shared.setdefault(alike, (bundle, []))[1].append(handle)
                 names.append(node.host)
             say(f"{role.name} goes to {', '.join(dict.fromkeys(names))}")

@@ -22,7 +22,6 @@ import tarfile
 import tempfile
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import monotonic
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
@@ -121,10 +120,9 @@ class Actors:
         self._codes: Json = {}  # by the folder on this node
         self._awaited: Dict[Any, Tuple[float, ReplicaHandle]] = {}  # since when
 
-    @cached_property
-    def package(self) -> Any:
-        """Reference of an archive of this package and the job's files."""
-        return self.ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
+    def pack(self) -> None:
+        """Put this package and the job's files into Ray's object store, for what is started."""
+        self.package = self.ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
 
     def start(
         self,
@@ -133,7 +131,7 @@ class Actors:
         strategy: Any,
         program: str = "group.replica",
     ) -> None:
-        """Start an actor for replicas of the same code, and ask for their reports.
+        """Start an actor for replicas of one node that are alike, and ask for their reports.
 
         The process of each replica runs the program, a module of this package.
         """
@@ -305,7 +303,8 @@ def sent_by_value() -> Tuple[Any, Any]:
             for place in places:
                 folder = tempfile.mkdtemp(prefix="nemo_run_ray_")
                 try:
-                    if not self._relays:  # the processes of all replicas import it at once
+                    # It may be removed while other replicas run: nothing of it is imported late.
+                    if not self._relays:
                         unpack(package, f"{folder}/package")
                         sys.path.append(f"{folder}/package")
                     if code:

@@ -78,7 +78,7 @@ PROGRAM = (
 class Relay:
     """One replica's process, and its reports that the driver does not have yet.
 
-    The public methods are called from any thread. The folder is this actor's alone; the
+    The public methods are called from any thread. The folder is this replica's alone; the
     process, which runs the program, removes it. The tag is in the environment of all its processes.
     """
 

@@ -60,8 +60,7 @@ class NodeDied(RayError):
     pass
 
 
-class Crashed(RayError):
-    pass
+Crashed = type("Crashed", (RayError,), {})
 
 
 class Task:
@@ -228,6 +227,21 @@ def test_an_item_does_not_take_node_after_node(send, ray, attempts, node_id, err
         task.fail(error)
     with pytest.raises(WorkerDied, match=message):
         item.future.result(10)
+
+
+def test_of_a_batch_that_has_crashed_unseen_each_item_runs_alone_and_twice_at_most(make, ray):
+    queue, function, may_go = make(), Function("double", b""), threading.Event()
+    function.measured(0.001, 1)
+    queue._post(lambda: may_go.wait(10))
+    items = [Item(function, b"") for _ in range(8)]
+    for item in items:
+        queue.submit(item)
+    may_go.set()
+    for number, count in enumerate([8] + [1] * 8):
+        task = next_task(ray, number)
+        assert len(task.items) == count
+        task.fail(Crashed("killed"))
+    assert all("has died" in str(item.future.exception(10)) for item in items)
 
 
 def test_the_rest_of_a_long_batch_waits_for_a_worker_again(send, ray):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -343,3 +344,18 @@ def test_a_worker_that_never_comes_up_by_its_py_executable_ends_the_group(
     assert made._group.phase is Phase.OVER
     assert made._group.outcome.cause is Reason.RUNTIME_ENV
     assert "node host1 (10.0.0.1) has come up by py_exec" in made._group.outcome.words
+
+
+def test_replicas_of_a_node_that_are_alike_share_an_actor(monkeypatch):
+    roles = [role("a", 3), role("b"), role("c", CPU=2.0), role("d", 2, GPU=1.0)]
+    roles += role("e")._replace(runtime_env={"pip": ["x"]}), role("f")
+    monkeypatch.setattr(driver, "code_of", lambda one: "code" if one.name == "f" else "")
+    made = driver.GroupDriver.__new__(driver.GroupDriver)
+    made._spec, made._submission_id = GroupSpec(tuple(roles)), "exp.job"
+    keys = [(one.name, index) for one in roles for index in range(one.replicas)]
+    made._group = Group({key: Replica(key, False) for key in keys})
+    made._ray, made._actors = Mock(), Mock()
+    made._start_actors(Mock(nodes=[node(1), node(1), node(2), *[node(1)] * 6]))
+    started = [call.args[0] for call in made._actors.start.call_args_list]
+    found = [[keys.index(one.replica_id) for one in handles] for handles in started]
+    assert found == [[0, 1, 3], [2], [4], [5], [6], [7], [8]]
