@@ -121,7 +121,7 @@ class Actors:
         self._awaited: Dict[Any, Tuple[float, ReplicaHandle]] = {}  # since when
 
     def pack(self) -> None:
-        """Put this package and the job's files into Ray's object store, for what is started."""
+        """Put this package and the job's files into Ray's object store, for the actors."""
         self.package = self.ray.put(tar(os.path.dirname(FOLDER), os.path.dirname(jobs_folder())))
 
     def start(
@@ -303,7 +303,7 @@ def sent_by_value() -> Tuple[Any, Any]:
             for place in places:
                 folder = tempfile.mkdtemp(prefix="nemo_run_ray_")
                 try:
-                    # It may be removed while other replicas run: nothing of it is imported late.
+                    # The first replica removes it while others may run: they import nothing late.
                     if not self._relays:
                         unpack(package, f"{folder}/package")
                         sys.path.append(f"{folder}/package")

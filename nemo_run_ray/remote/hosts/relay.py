@@ -95,7 +95,7 @@ class Relay:
         self._channel, theirs = socket.socketpair()
         package = os.path.dirname(FOLDER)
         module = f"{__package__.rpartition('.')[0]}.{program}"
-        self._parent = subprocess.Popen(  # of the one that stays, and soon gone
+        self._parent = subprocess.Popen(  # it forks the one that stays, and ends
             [sys.executable, "-I", "-c", PROGRAM, package, folder, str(theirs.fileno()), module],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
