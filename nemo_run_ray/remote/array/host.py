@@ -326,8 +326,8 @@ class HostProcess:
         codes = dict(collect())
         server = self._fork_server
         if server is not None:
-            # Read messages after collecting exit codes: a fork reports that it begins before it
-            # can end.
+            # Read messages after collecting exit codes, which are those of forks whose server was
+            # killed: a fork reports that it begins before it can end.
             for element, reason in server.hear():
                 self._refused(element, reason)
             if server.obstacles:
@@ -340,6 +340,8 @@ class HostProcess:
                     self._cannot_begin(words)
                 if not self._may_begin:
                     self._fork_server = None
+            codes.update(server.ended)
+            server.ended.clear()
         for element in self._running:
             if element.pid in codes and element.code is None:
                 element.ended(codes[element.pid])
@@ -526,6 +528,7 @@ class ForkServer:
     """The process of ``fork_server.py`` as its host knows it. A killed one is started again.
 
     Attributes:
+        ended: exit codes of forks, by their process ids.
         obstacles: what its imports have begun that a fork does not have.
     """
 
@@ -534,6 +537,7 @@ class ForkServer:
         self._log = f"{place.root}/fork_server.log"
         self._asked: Dict[int, RunningElement] = {}  # by their indices, until they have begun
         self._false_starts = 0
+        self.ended: Dict[int, int] = {}
         self.obstacles: List[str] = []
         self._start()
 
@@ -577,13 +581,14 @@ class ForkServer:
             message = json.loads(data)
             if message["at"] == "ready":
                 self._is_ready, self.obstacles = True, message["obstacles"]
-            elif message["key"] not in self._asked:
-                continue  # it has begun, and was killed at once
-            elif message["at"] == "begun":
-                self._false_starts = 0
-                self._asked.pop(message["key"]).has_begun(message["pid"])
-            else:
+            elif message["at"] == "full":
                 yield self._asked.pop(message["key"]), message["reason"]
+            else:
+                if message["key"] in self._asked:  # also of one that was killed before it said so
+                    self._false_starts = 0
+                    self._asked.pop(message["key"]).has_begun(message["pid"])
+                if message["at"] == "ended":
+                    self.ended[message["pid"]] = message["code"]
 
     def died(self) -> List[RunningElement]:
         """The elements that a process that was collected has not begun, the last one first.

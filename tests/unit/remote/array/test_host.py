@@ -274,7 +274,8 @@ def test_whatever_becomes_of_the_process_that_forks_each_element_runs_once(host,
 
 def _leave_descriptors(pid: int, count: int) -> None:
     """Let a process open so many more."""
-    limit = len(os.listdir(f"/proc/{pid}/fd")) + count
+    used = set(map(int, os.listdir(f"/proc/{pid}/fd")))
+    limit = [number for number in range(4096) if number not in used][count]
     psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE, (limit, 4096))
 
 
@@ -294,8 +295,9 @@ def test_a_fork_server_without_room_does_not_end_elements(host, forks, tmp_path)
     host.run(0, value=str(tmp_path))
     wait((tmp_path / "begun-0").exists, within_s=60)
     (warm,) = _warm(host)
-    wait(lambda: not psutil.Process(warm).children())  # it has closed the element's output
-    _leave_descriptors(warm, 1)
+    folder = Path(f"/proc/{warm}/fd")  # until it has closed the element's output
+    wait(lambda: len({name for fd in folder.iterdir() if "pipe" in (name := os.readlink(fd))}) == 1)
+    _leave_descriptors(warm, 0)
     host.run(1, value=str(tmp_path))
     time.sleep(0.3)
     (tmp_path / "go").touch()
