@@ -16,7 +16,8 @@ from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import CommandProbe, HttpProbe, PortProbe
 
 if TYPE_CHECKING:
-    from nemo_run_ray.clusters import LocalCluster, Sidecar, SlurmCluster
+    from nemo_run_ray.clusters.local import LocalCluster
+    from nemo_run_ray.clusters.slurm import Sidecar, SlurmCluster
     from nemo_run_ray.experiment.job import RemoteJob
     from nemo_run_ray.plan.array import array
     from nemo_run_ray.plan.folder_packager import FolderPackager
@@ -40,9 +41,9 @@ __all__ = [
 #: The modules of names that are imported when they are used, which halves this package's import.
 _HOMES = {
     "FolderPackager": "nemo_run_ray.plan.folder_packager",
-    "LocalCluster": "nemo_run_ray.clusters",
-    "Sidecar": "nemo_run_ray.clusters",
-    "SlurmCluster": "nemo_run_ray.clusters",
+    "LocalCluster": "nemo_run_ray.clusters.local",
+    "Sidecar": "nemo_run_ray.clusters.slurm",
+    "SlurmCluster": "nemo_run_ray.clusters.slurm",
     "array": "nemo_run_ray.plan.array",
 }
 

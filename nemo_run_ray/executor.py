@@ -17,8 +17,8 @@ from typing import Any, Optional, Union
 from nemo_run.core.execution.base import Executor, ExecutorMacros
 from nemo_run.core.packaging.base import Packager
 
-from nemo_run_ray import clusters
-from nemo_run_ray.clusters import Cluster, ExistingCluster
+from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.clusters.existing import ExistingCluster
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import (
     Probe,
@@ -201,8 +201,8 @@ class RayExecutor(Executor):
                 refuse(
                     "RayExecutor.cluster",
                     cluster,
-                    "one of nemo_run_ray.clusters, such as LocalCluster(), or a cluster file's "
-                    "name (an address is for RayExecutor.address)",
+                    "a cluster such as SlurmCluster(…), or a cluster file's name (an address is "
+                    "for RayExecutor.address)",
                 )
             if address is not None:
                 ExistingCluster(url=address)
@@ -220,8 +220,11 @@ class RayExecutor(Executor):
         found = self.resolved()
         if found.address is not None:
             return ExistingCluster(url=found.address)
-        # As an attribute, its module is imported when it is used.
-        return found.cluster if isinstance(found.cluster, Cluster) else clusters.LocalCluster()
+        if isinstance(found.cluster, Cluster):
+            return found.cluster
+        from nemo_run_ray.clusters.local import LocalCluster  # most programs need none
+
+        return LocalCluster()
 
     @property
     def packager_ships(self) -> bool:

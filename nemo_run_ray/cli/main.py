@@ -32,9 +32,9 @@ from rich.segment import Segment
 from rich.text import Text
 from typer import Argument, Context, Exit, Option, Typer
 
-from nemo_run_ray import clusters as kinds
 from nemo_run_ray.cli.status_report import StatusReport, experiment_rows, observe, page
-from nemo_run_ray.clusters import Cluster, Dashboard, ExistingCluster
+from nemo_run_ray.clusters import Cluster, Dashboard
+from nemo_run_ray.clusters.existing import ExistingCluster
 from nemo_run_ray.dashboard.jobs import JobsApi, inspect
 from nemo_run_ray.errors import (
     VARIABLE,
@@ -66,7 +66,8 @@ from nemo_run_ray.remote.spec import Json
 if TYPE_CHECKING:
     from nemo_run_ray.cluster_files.check import CheckRow
     from nemo_run_ray.cluster_files.load import Document
-    from nemo_run_ray.clusters import LocalCluster, SlurmCluster
+    from nemo_run_ray.clusters.local import LocalCluster
+    from nemo_run_ray.clusters.slurm import SlurmCluster
 
 
 class _Plain(Console):
@@ -417,7 +418,7 @@ def up(
     given = (("num_cpus", num_cpus), ("num_gpus", num_gpus))
     size: Json = {name: value for name, value in given if value is not None}
     found = cluster_of_ours(cluster)
-    if size and isinstance(found, kinds.SlurmCluster):
+    if size and found.kind != "local":
         raise ConfigError(
             f"--num-cpus and --num-gpus are for the embedded Ray; the cluster file {cluster!r} "
             "says how large its allocation is."
@@ -452,7 +453,9 @@ def down(
 
 def stop_unused(state_dir: str) -> None:
     """Note how the jobs of an idle embedded Ray ended, and stop it; for ``local_watch.py``."""
-    cluster = kinds.LocalCluster(state_dir=state_dir)
+    from nemo_run_ray.clusters.local import LocalCluster
+
+    cluster = LocalCluster(state_dir=state_dir)
     dashboard = cluster.find()
     if dashboard is not None:
         _end_jobs(cluster, dashboard, False)
@@ -500,8 +503,11 @@ def cluster_of_ours(name: str | None) -> LocalCluster | SlurmCluster:
     Raises:
         ConfigError: the file is wrong, or names a cluster that exists.
     """
-    cluster = kinds.LocalCluster() if name is None else _load(name)[1]
-    if not isinstance(cluster, (kinds.LocalCluster, kinds.SlurmCluster)):
+    from nemo_run_ray.clusters.local import LocalCluster
+    from nemo_run_ray.clusters.slurm import SlurmCluster
+
+    cluster = LocalCluster() if name is None else _load(name)[1]
+    if not isinstance(cluster, (LocalCluster, SlurmCluster)):
         raise ConfigError(
             f"The cluster file {name!r} names {cluster.title}, which is not for this command to "
             "start or stop; expected a file with `cluster: {local: {}}` or `cluster: {slurm: …}`."
@@ -522,11 +528,12 @@ def doctor(
 ) -> None:
     """Check that a cluster can be reached and used. Exit code 1 when something is broken."""
     from nemo_run_ray.cluster_files.check import check
+    from nemo_run_ray.clusters.local import LocalCluster
 
     if [name, cluster, address].count(None) < 2:
         raise ConfigError("Give one of a cluster file's name, --cluster and --address.")
     document: Document | None = None
-    found: Cluster = kinds.LocalCluster() if address is None else ExistingCluster(url=address)
+    found: Cluster = LocalCluster() if address is None else ExistingCluster(url=address)
     if file := name or cluster:
         document, found = _load(file)
     rows = list(check(inspect(dashboard_of(found, file)), document))

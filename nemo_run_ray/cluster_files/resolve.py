@@ -28,7 +28,10 @@ from nemo_run_ray.cluster_files.load import (
     variables_of,
 )
 from nemo_run_ray.cluster_files.schema import ClusterFile, SlurmPart
-from nemo_run_ray.clusters import Cluster, ExistingCluster, LocalCluster, Sidecar, SlurmCluster
+from nemo_run_ray.clusters import Cluster
+from nemo_run_ray.clusters.existing import ExistingCluster
+from nemo_run_ray.clusters.local import LocalCluster
+from nemo_run_ray.clusters.slurm import Sidecar, SlurmCluster
 from nemo_run_ray.errors import ConfigError, NoClusterFile, as_markup
 from nemo_run_ray.executor import FILE_VARIABLES, RayExecutor, cluster_of_roles
 from nemo_run_ray.fields import PortProbe, meant

@@ -1,7 +1,8 @@
 """The protocol of a cluster, the address of a dashboard, and the kinds of clusters.
 
 A cluster exists, or is an embedded Ray on this machine, or is in an allocation of Slurm. A new kind
-is a new file here with a subclass of ``Cluster``, named by ``_HOMES`` and ``_KINDS``.
+is a new file here with a subclass of ``Cluster``, named in ``_KINDS``; CONTRIBUTING.md lists what
+else it needs.
 """
 
 from __future__ import annotations
@@ -12,40 +13,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from nemo_run.config import ConfigurableMixin
 
 from nemo_run_ray.errors import ConfigError
-from nemo_run_ray.remote.spec import Json
+from nemo_run_ray.remote.spec import JobRows, Json
 
-if TYPE_CHECKING:
-    from nemo_run_ray.clusters.existing import ExistingCluster
-    from nemo_run_ray.clusters.local import LocalCluster
-    from nemo_run_ray.clusters.slurm import Sidecar, SlurmCluster
-    from nemo_run_ray.remote.spec import JobRows
-
-__all__ = [
-    "Cluster",
-    "ClusterArchive",
-    "Dashboard",
-    "ExistingCluster",
-    "LocalCluster",
-    "Sidecar",
-    "SlurmCluster",
-    "from_record",
-]
-
-#: The module of each class, which is imported when it is used: what starts something is large.
-_HOMES = {
-    "ExistingCluster": "existing",
-    "LocalCluster": "local",
-    "Sidecar": "slurm",
-    "SlurmCluster": "slurm",
+#: The class of each kind, which is imported when it is used: what starts something is large.
+_KINDS = {
+    "existing": "existing.ExistingCluster",
+    "local": "local.LocalCluster",
+    "slurm": "slurm.SlurmCluster",
 }
-#: The class of each kind.
-_KINDS = {"existing": "ExistingCluster", "local": "LocalCluster", "slurm": "SlurmCluster"}
 #: The places in which Ray, and so this package, looks for a user's token.
 TOKEN_PLACES = "RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 #: Set by Ctrl-C, which only the main thread sees: a thread that waits for a cluster to come up
@@ -62,11 +43,7 @@ def text_of(path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ClusterArchive:
-    """The job table, the logs and the end of a Ray that is gone.
-
-    Every kind of cluster keeps the same folder of it: ``reason``, Ray's job table in ``jobs.json``
-    and the logs of jobs in ``logs/``.
-    """
+    """The job table, the logs and the end of a Ray that is gone."""
 
     #: The reason of its end, as the end of a sentence.
     reason: str = ""
@@ -189,12 +166,6 @@ def from_record(record: Json) -> Cluster:
             f"The ledger names a cluster of kind {kind!r}; this version of nemo_run_ray knows "
             f"{', '.join(_KINDS)}. Install the version that submitted the job."
         )
-    cls: type[Cluster] = __getattr__(_KINDS[kind])
+    module, _, name = _KINDS[kind].partition(".")
+    cls: type[Cluster] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return cls.of_record(values)
-
-
-def __getattr__(name: str) -> type:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: type = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return found

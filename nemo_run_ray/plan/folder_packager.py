@@ -25,7 +25,7 @@ from nemo_run_ray.cloud.source import (
 )
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import Allowed, Text, strict_init
-from nemo_run_ray.plan.roles import CODE_DIR
+from nemo_run_ray.plan import CODE_DIR
 
 #: Folders, and files of these names, that are never code: those of version control.
 _SKIPPED = (".git", ".hg", ".svn")

@@ -27,12 +27,11 @@ from nemo_run_ray.fields import (
     refuse_credentials,
     resolve_runtime_env,
 )
+from nemo_run_ray.plan import CODE_DIR
 from nemo_run_ray.remote.spec import RENDEZVOUS, GroupSpec, JobSpec, Json, RoleSpec, env_key
 
 #: The entrypoint of an array for NeMo-Run; in its place the cluster runs the array's driver.
 ARRAY = "nemo_run_ray.array"
-#: Names the folder or zip that is sent where an executor's packager sends nothing.
-CODE_DIR = "NEMO_RUN_CODE_DIR"
 #: Longest name of a role: it is part of a folder's name on the node.
 ROLE_MAX = 48
 #: First version of Ray that knows the label selector of a job; an older one answers it with 400.

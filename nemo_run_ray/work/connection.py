@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
-from nemo_run_ray.clusters import LocalCluster
+from nemo_run_ray.clusters.local import LocalCluster
 from nemo_run_ray.errors import ConfigError, NemoRunRayError, Unreachable, VersionMismatch
 from nemo_run_ray.remote.spec import Json
 

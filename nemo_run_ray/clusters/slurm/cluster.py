@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from nemo_run_ray.clusters.slurm.script import Sidecar, job_script
 from nemo_run_ray.errors import ClusterError, ConfigError, NemoRunRayError, Unanswered, as_markup
 from nemo_run_ray.fields import Allowed, Seconds, strict_init
 from nemo_run_ray.remote.carried_over import DISPATCHES, IDS, START
+from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS
 from nemo_run_ray.remote.spec import Json
 
 #: This process among the users of clusters: a name that no other has.
@@ -195,14 +197,21 @@ class SlurmCluster(Cluster):
                 f"The cluster {self.name!r} on Slurm has ended, and what it asked Slurm for is not "
                 "in the experiment's folder. Run the program again."
             )
-        return job_script(self, folder)
+        executor = copy.copy(self.executor)
+        executor.nodes = self.nodes or executor.nodes
+        executor.time = self.walltime or executor.time
+        variables = {
+            IDLE_TIMEOUT: str(self.idle_timeout_s or ""),
+            RENEW: "1" if self.renew else "",
+            SIDECARS: json.dumps([sidecar.spec() for sidecar in self.sidecars]),
+        }
+        return job_script(self.name, executor, folder, variables)
 
     @property
     def _login(self) -> Login:
         key = key_of(self.executor.tunnel)
-        if key not in _logins:
-            _logins[key] = Login(self.executor.tunnel)
-        return _logins[key]
+        # Of several threads one makes the login that all use.
+        return _logins.get(key) or _logins.setdefault(key, Login(self.executor.tunnel))
 
     @property
     def _own_allocations(self) -> Allocations:
@@ -308,7 +317,7 @@ class BringUp:
 
     def _step(self, newest: SlurmAllocation | None) -> SlurmAllocation | None:
         """Do what is next for the newest allocation, and return it once it is ready."""
-        why = "" if newest is None else _why_over(newest)
+        why = "" if newest is None else _why_unusable(newest)
         if newest is not None and why:
             if not newest.why_over:  # Slurm has no job of it: tell the other clients
                 self.allocations.ask("note", number=newest.number, name="stop", text=why)
@@ -381,7 +390,6 @@ class BringUp:
 
     def _wait(self, newest: SlurmAllocation) -> None:
         """Say what is waited for, and give up when it takes too long."""
-        what = "starts Ray on its nodes"
         # Slurm may have said that it waits before Ray began.
         waits = newest.is_queued and bool(newest.head or newest.end or not newest.run)
         if waits and newest.queued:
@@ -391,8 +399,12 @@ class BringUp:
                 what += f": {reason}"
             if start != "N/A":
                 what += f"; Slurm expects it to start at {start}"
-        elif newest.end or not (newest.run or newest.queued):
-            what, waits = "is to start again" if newest.end else "is submitted", True
+        elif newest.end:
+            what, waits = "is to start again", True
+        elif not (newest.run or newest.queued):
+            what, waits = "is submitted", True
+        else:
+            what = "starts Ray on its nodes"
         where = f"of the cluster {self.cluster.name!r}"
         self.say(f"Slurm job {newest.job or '…'} {where} {what}.")
         limit_s = self.cluster.queue_timeout_s
@@ -403,15 +415,15 @@ class BringUp:
             )
 
 
-def _why_over(newest: SlurmAllocation) -> str:
+def _why_unusable(newest: SlurmAllocation) -> str:
     """The reason why no client waits for an allocation any more; empty while it may be of use."""
     if newest.may_start_again:
         return ""
-    has_no_job = newest.has_queue and newest.queued is None  # in Slurm's queue
-    if newest.why_over or not has_no_job:
+    if newest.why_over:
         return newest.why_over
-    if newest.job:
+    if newest.is_lost:
         return f"Slurm has no job {newest.job} any more; `sacct -j {newest.job}` may say why"
-    if newest.unchanged_s >= (RENEWAL_S if newest.is_renewal else _CLAIM_S):
+    has_no_job = newest.has_queue and newest.queued is None
+    if has_no_job and newest.unchanged_s >= (RENEWAL_S if newest.is_renewal else _CLAIM_S):
         return "its client ended before Slurm had the job"
     return ""

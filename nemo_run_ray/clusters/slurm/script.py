@@ -9,30 +9,26 @@ from __future__ import annotations
 import base64
 import copy
 import io
-import json
 import os
 import re
 import shlex
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_run.config import ConfigurableMixin
+from nemo_run.core.execution.slurm import SlurmExecutor
 
 from nemo_run_ray import remote
 from nemo_run_ray.errors import ConfigError
 from nemo_run_ray.fields import Probe, strict_init
 from nemo_run_ray.remote.files import LIFE
-from nemo_run_ray.remote.slurm.settings import IDLE_TIMEOUT, RENEW, SIDECARS, SidecarSpec
-
-if TYPE_CHECKING:
-    from nemo_run_ray.clusters.slurm.cluster import SlurmCluster
+from nemo_run_ray.remote.slurm.settings import RENEW, SidecarSpec
 
 
 @strict_init
@@ -121,36 +117,32 @@ def template_folder() -> Iterator[str]:
         yield folder
 
 
-def job_script(cluster: SlurmCluster, folder: str) -> str:
+def job_script(
+    name: str, executor: SlurmExecutor, folder: str, variables: Mapping[str, str]
+) -> str:
     """The text for ``sbatch``.
 
     Args:
-        cluster: what it is to be; its executor stays as it is.
+        name: of the cluster.
+        executor: what NeMo-Run asks Slurm for; it stays as it is.
         folder: of the allocation, in which all its files are.
+        variables: settings of the node program, see ``remote/slurm/settings.py``.
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
-    variables = {
-        LIFE: folder,
-        IDLE_TIMEOUT: str(cluster.idle_timeout_s or ""),
-        RENEW: "1" if cluster.renew else "",
-        SIDECARS: json.dumps([sidecar.spec() for sidecar in cluster.sidecars]),
-    }
     # NeMo-Run's request fills in what is missing, and writes variables as they are.
-    executor = copy.copy(cluster.executor)
-    executor.nodes = cluster.nodes or executor.nodes
-    executor.time = cluster.walltime or executor.time
+    executor = copy.copy(executor)
     executor.job_details = copy.deepcopy(executor.job_details)
     executor.job_details.folder = f"{folder}/logs"
-    quoted = {key: shlex.quote(value) for key, value in variables.items()}
+    quoted = {key: shlex.quote(value) for key, value in {LIFE: folder, **variables}.items()}
     executor.env_vars = {**executor.env_vars, **quoted}
-    if cluster.renew:
+    if variables[RENEW]:
         # In a container too, the nodes read the files of the allocations before.
         shared = os.path.dirname(os.path.dirname(folder))  # the cluster's
         executor.container_mounts = [*executor.container_mounts, f"{shared}:{shared}"]
     with template_folder() as templates:
         request = SlurmRayRequest(
-            name=cluster.name,
+            name=name,
             cluster_dir=folder,
             template_name=TEMPLATES[0],
             template_dir=templates,

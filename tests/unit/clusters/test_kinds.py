@@ -7,15 +7,8 @@ import sys
 import nemo_run as run
 import pytest
 
-from nemo_run_ray import RayExecutor
-from nemo_run_ray.clusters import (
-    Cluster,
-    ExistingCluster,
-    LocalCluster,
-    Sidecar,
-    SlurmCluster,
-    from_record,
-)
+from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor, Sidecar, SlurmCluster
+from nemo_run_ray.clusters import Cluster, from_record
 from nemo_run_ray.errors import ConfigError
 from tests.slurm_commands import put_commands
 
