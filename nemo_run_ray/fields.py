@@ -1,4 +1,4 @@
-"""The checks of all fields that a user sets, on executors, pools and clusters; the probes."""
+"""The checks of fields that a user sets, on executors, pools and clusters; the probes."""
 
 # No postponed annotations: NeMo-Run's command line parses values by the types themselves.
 

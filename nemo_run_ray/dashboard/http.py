@@ -210,8 +210,9 @@ class Http:
             return Unreachable(why_dead)
         cause = str(error).rstrip(".") or type(error).__name__
         # Asking again does not change these.
-        lasting = "CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER|record layer failure|^the answer"
-        kind = Unreachable if re.search(lasting, cause, re.I) else Unanswered
+        of_tls = "CERTIFICATE_VERIFY_FAILED|WRONG_VERSION_NUMBER|record layer failure"
+        is_lasting = isinstance(error, httpx.DecodingError) or re.search(of_tls, cause, re.I)
+        kind = Unreachable if is_lasting else Unanswered
         return kind(
             f"Ray's dashboard at {self.dashboard.url} cannot be reached: {cause}. Check the "
             "address, whether it is https:// or http://, and that the cluster and any tunnel to it "

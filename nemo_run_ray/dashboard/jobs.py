@@ -123,19 +123,15 @@ class JobsApi:
         """All jobs by submission id, a moment old at most, or asked for now if ``fresh``."""
         return repeat(lambda: self._table.get(fresh), patience_s)
 
-    def job(self, submission_id: str, patience_s: float = 0.0) -> JobRow | None:
+    def job(self, submission_id: str) -> JobRow | None:
         """One job as it is now, or ``None`` when the cluster has no such job."""
-
-        def ask() -> JobRow | None:
-            response = self._http.get(_job_path(submission_id), may_be_absent=True)
-            if response.status_code == 404:
-                return self.dashboard.earlier.rows.get(submission_id)
-            row = self._http.read(response, job_row)
-            if row is None:
-                raise self._http.not_ray(response)
-            return self._ends.restored(row)
-
-        return repeat(ask, patience_s)
+        response = self._http.get(_job_path(submission_id), may_be_absent=True)
+        if response.status_code == 404:
+            return self.dashboard.earlier.rows.get(submission_id)
+        row = self._http.read(response, job_row)
+        if row is None:
+            raise self._http.not_ray(response)
+        return self._ends.restored(row)
 
     def post(self, body: Json) -> None:
         """Ask for a job, once.

@@ -278,9 +278,9 @@ class Dispatch:
             first_id(record.submission_id) == self.id and record.last == SUBMITTED
             for record in store_of(self.exp_dir).ledger.jobs().values()
         ):
-            return found
+            return found  # only a job that Ray has confirmed can be lost
 
-        def ask_again() -> JobRows:
+        def ask_again() -> JobRows:  # a head that recovers may not know its jobs yet
             time.sleep(_RECOVERS_S)
             return api.table(fresh=True)
 
@@ -501,14 +501,14 @@ _AWAY_S = 20.0
 
 
 def poll_until(step: Callable[[], _T | None], limit_s: float, what: str) -> _T:
-    """Take one step after the other until one returns something, and return that."""
+    """Repeat a step until it returns something that is true, and return that."""
     began = monotonic()
     trouble: Unanswered | None = None
     has_answered = False
     while monotonic() < began + (limit_s if has_answered else min(limit_s, _AWAY_S)):
         try:
             result = step()
-            if result is not None:
+            if result:
                 return result
             trouble, has_answered = None, True
         except Unanswered as error:

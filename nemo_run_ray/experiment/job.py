@@ -561,10 +561,10 @@ class RemoteJob:
         indices = indices_of(selection, states, self.name)
         only_waiting = selection == "waiting"
 
-        def have_ended() -> bool | None:
+        def have_ended() -> bool:
             states = self._states(look())
             active = ("waiting",) if only_waiting else ACTIVE
-            return not any(states[index][0] in active for index in indices) or None
+            return not any(states[index][0] in active for index in indices)
 
         if repeat(have_ended, PATIENCE_S):
             return self._elements(look(), indices)
@@ -598,7 +598,7 @@ class RemoteJob:
         with suppress(Unanswered):  # the table says whether it has arrived
             api.post(body)
 
-        def is_taken() -> bool | None:
+        def is_taken() -> bool:
             state = state_of_row(api.job(name) or {})
             if state in (JobState.FAILED, JobState.CANCELLED):
                 raise ClusterError(
@@ -606,7 +606,7 @@ class RemoteJob:
                     f"elements. Look at the array's log, and at that of the job {name}, and try "
                     "again."
                 )
-            return state is JobState.SUCCEEDED or look().state.is_terminal or None
+            return state is JobState.SUCCEEDED or look().state.is_terminal
 
         poll_until(is_taken, TAKEN_S + _BEGUN_S, what)
         poll_until(have_ended, self.record.grace_s + _END_MARGIN_S, what)

@@ -39,6 +39,18 @@ _SETTING_UP = re.compile(rf"{OF_RAY.pattern}Runtime env is setting up\.")
 _HEAD_MAX_LINES = 1000
 
 
+def _ways(over: bool, barren: int, failures: int) -> list[bool]:
+    """The ways in which one round of ``follow`` reads the log, in this order."""
+    if barren >= _BARREN_ROUNDS or (over and failures % 2 == 0):
+        # The WebSocket needs two seconds before its first text; some proxies pass on none.
+        return [_WHOLE]
+    if over:
+        # The whole log broke off, because it is huge, so it comes by the WebSocket. That may stop
+        # early: then the job's last lines come the other way.
+        return [_AS_IT_GROWS, _WHOLE]
+    return [_AS_IT_GROWS]
+
+
 def follow(
     read: Callable[[bool], Iterator[str]],
     is_over: Callable[[], bool],
@@ -75,16 +87,7 @@ def follow(
         before = place
         try:
             over = over or is_over()
-            if barren >= _BARREN_ROUNDS or (over and failures % 2 == 0):
-                # The WebSocket needs two seconds before its first text; some proxies pass on none.
-                ways = [_WHOLE]
-            elif over:
-                # The whole log broke off, because it is huge, so it comes by the WebSocket. That
-                # may stop early: then the job's last lines come the other way.
-                ways = [_AS_IT_GROWS, _WHOLE]
-            else:
-                ways = [_AS_IT_GROWS]
-            for way in ways:
+            for way in _ways(over, barren, failures):
                 if is_complete:
                     break
                 for fresh in beyond(place, read(way)):
@@ -204,12 +207,15 @@ def _pieces(line: str) -> Iterator[str]:
 
 
 def last_lines(
-    read: Callable[[bool], Iterator[str]], count: int, is_followed: bool
+    log_text: Callable[[bool], Iterator[str]], count: int, is_followed: bool
 ) -> Iterator[str]:
-    """The last lines of a log and, if it is followed, then what it grows by until its end."""
+    """The last lines of a log and, if it is followed, then what it grows by until its end.
+
+    ``log_text(True)`` follows the log to its end, ``log_text(False)`` is the text that is there.
+    """
     passed, end = 0, deque[str](maxlen=count)
     try:
-        for line in lines(read(False)):
+        for line in lines(log_text(False)):
             passed += len(line)
             end.append(line)
     except JobError:  # it has not begun
@@ -217,7 +223,7 @@ def last_lines(
             raise
     yield from end
     if is_followed:
-        yield from beyond(passed, read(True))
+        yield from beyond(passed, log_text(True))
 
 
 def only(who: str, pieces: Iterable[str]) -> Iterator[str]:

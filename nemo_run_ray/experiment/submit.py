@@ -89,9 +89,9 @@ class Batch:
     def add(self, planned: JobPlan, is_dry: bool) -> None:
         """Take a job, or another plan of it; refuse one that could not be submitted.
 
-        Of a dry run what is packed is not kept.
+        A dry run keeps no archive.
         """
-        secrets_archive(planned.spec.secrets, "", planned.secret_places)
+        secrets_archive(planned.spec.secrets, "", planned.secret_places)  # for its error
         is_first = not self.plans or planned.submission_id == next(iter(self.plans))
         if is_first:
             # The files may have changed since the last dry run, which kept none.

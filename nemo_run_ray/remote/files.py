@@ -121,6 +121,11 @@ def own_folder(path: str) -> str:
     return path
 
 
+def log_folder() -> str:
+    """Ray's folder of logs, seen from a job: its output goes to a file there."""
+    return os.path.dirname(os.readlink("/proc/self/fd/1"))
+
+
 def _steps(path: str) -> Iterator[tuple[str, os.stat_result, bool]]:
     """The folders and links on the way to a path, and itself, as far as they exist."""
     step, names, links = "/", path.split("/")[::-1], 0

@@ -11,14 +11,12 @@ import os
 import time
 from contextlib import suppress
 from time import monotonic
-from typing import List, Tuple
+from typing import List
 
-from ..files import open_own
+from ..files import log_folder, open_own
 from ..node.output import say
 from ..status import file_of, first_id
 
-#: First and last index of elements in a row.
-Range = Tuple[int, int]
 #: Kind of the job that writes a request.
 KIND = "cancel-elements"
 #: Seconds until a driver has taken a request; one that was killed is started again meanwhile.
@@ -29,11 +27,6 @@ _LOOK_S = 0.2
 def request_id(submission_id: str, nonce: str) -> str:
     """Submission id of the job that writes a request for an array."""
     return f"{first_id(submission_id)}@{KIND}-{nonce}"
-
-
-def log_folder() -> str:
-    """Ray's folder of logs, seen from a job."""
-    return os.path.dirname(os.readlink("/proc/self/fd/1"))
 
 
 def run(submission_id: str, request: str) -> int:

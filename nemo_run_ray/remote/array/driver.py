@@ -22,17 +22,17 @@ from time import monotonic
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ..end_record import MAY_BE_LEFT, NO_PROCESS_LEFT
-from ..files import open_own, write_file
+from ..files import log_folder, open_own, write_file
 from ..fit import TOLERANCE, Amounts, Node, ResourceRequest, matches, nodes_of, slots, why_not
 from ..fit import hosts as nodes_that_fit
 from ..hosts.actors import Actors, ReplicaHandle, is_cancelled
 from ..hosts.relay import PROGRAM
-from ..node.output import say, write
+from ..node.output import say, write, write_lines
 from ..node.rundir import jobs_folder, read_secrets, remove_secrets
 from ..node.supervise import Runner
 from ..spec import ArrayRows, ArraySpec, Json, status_file_name
 from ..status import STATES_FILE, JobExit, Reason, cause_of, file_of, node_dead_s
-from .cancel_request import log_folder, request_paths
+from .cancel_request import request_paths
 from .elements import ElementState, HostRecord, Leases
 
 #: Seconds between two looks at the nodes, and two attempts to write to a disk that is full.
@@ -237,7 +237,7 @@ class ArrayDriver:
         self._tell_progress_at = monotonic() + _TELL_S
         self._counts = deque([(monotonic(), self._progress.ended_count)], maxlen=_RATE_ROWS)
         self._nodes: Dict[str, Node] = {}
-        #: Of a node how often in a row no host could begin, and when the next one may be started.
+        #: By node: starts of hosts that have failed in a row, and when the next one may come.
         self._refusals: Dict[str, Tuple[int, float]] = {}
         self._cannot: Set[str] = set()  # nodes that cannot run elements
         self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
@@ -419,8 +419,7 @@ class ArrayDriver:
             return
         kind, node, number = report["at"], host.node, host.number
         if kind == "text":
-            prefix = f"{report['element']}| "
-            write(prefix + str(report["text"])[:-1].replace("\n", f"\n{prefix}") + "\n")
+            write_lines(str(report["element"]), str(report["text"]))
         elif kind == "ended":
             if self._leases.ended(number, report["row"]):
                 self._refusals.pop(node.node_id, None)
@@ -462,7 +461,8 @@ class ArrayDriver:
             say(f"the host on {node} has died: {reason}")
             return
         failures, not_before = self._refusals.get(node_id, (0, 0.0))
-        failures += now >= not_before  # several hosts of a node count once
+        if now >= not_before:  # several hosts of a node count once
+            failures += 1
         pause_s = min(_AGAIN_S * 2 ** min(failures - 1, 10), _AGAIN_MAX_S)
         self._refusals[node_id] = failures, now + pause_s
         if cause is not None or failures >= _DEATHS_MAX:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import secrets
 import time
@@ -19,7 +18,7 @@ from time import monotonic
 from typing import Any, Mapping, Sequence
 
 from ..end_record import NO_PROCESS_LEFT
-from ..files import write_file
+from ..files import log_folder, write_file
 from ..fit import (
     Amounts,
     Node,
@@ -32,7 +31,7 @@ from ..fit import (
     why_not,
 )
 from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, code_of, is_cancelled, name
-from ..node.output import say, write
+from ..node.output import say, write_lines
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
 from ..spec import RENDEZVOUS, GroupRows, GroupSpec, Json, env_key, status_file_name
@@ -75,8 +74,7 @@ class GroupDriver:
     def run(self) -> int:
         """Run the group to its end; its exit code."""
         room = PlacementGroup(self._ray, self._spec)
-        folder = os.path.dirname(os.readlink("/proc/self/fd/1"))  # that of Ray's logs
-        rows_path, shown = f"{folder}/{status_file_name(self._submission_id)}", ""
+        rows_path, shown = f"{log_folder()}/{status_file_name(self._submission_id)}", ""
         try:
             self._actors.pack()  # while Ray places the group
             while self._group.phase is not Phase.OVER:
@@ -369,7 +367,7 @@ def event_of(handle: ReplicaHandle, report: Json) -> Event | None:
     """The event of a report; what the replica has printed is written into the log."""
     kind, words, who = report["at"], report.get("words", ""), name(handle.replica_id)
     if kind == "text":
-        write(f"{who}| " + str(report["text"])[:-1].replace("\n", f"\n{who}| ") + "\n")
+        write_lines(who, str(report["text"]))
         return None
     if kind == "gone":
         others = f", and {report['left']} others with it" if report["left"] else ""

@@ -18,14 +18,14 @@ _MACROS = re.compile(
     r"\$(NEMO_RUN_(?:HEAD_NODE_IP|NPROC_PER_NODE|NUM_NODES|NODE_RANK|RDZV_PORT"
     r"|HET_GROUP_HOST_\d+))\b"
 )
-#: Told when the shell ends before the command: by a failure, or because a startup command exits.
+#: The shell's message when it ends before the command: a startup command has failed, or exited.
 _FAILED = (
     "nemo_run_ray_failed() { local code=$?; trap - EXIT; "
     f"printf '{PREFIX}the startup command %s ended with exit code %s, and the task was not "
     'started\\n\' "$nemo_run_ray_step" "$code"; '
     '[ "$code" -ne 0 ] || code=1; exit "$code"; }'
 )
-#: A cancelled task is not one whose startup command has failed.
+#: SIGTERM ends the shell without that message: a cancelled task is no failed startup command.
 _STOPPED = "trap 'trap - EXIT TERM; kill -TERM $$' TERM"
 _CHECK = 'nemo_run_ray_code=$?; [ "$nemo_run_ray_code" -eq 0 ] || exit "$nemo_run_ray_code"'
 #: Replaces ``python``, where a node has only python3, by the interpreter that runs us.

@@ -29,6 +29,11 @@ def write(text: str) -> None:
             data = data[os.write(1, data) :]
 
 
+def write_lines(who: str, lines: str) -> None:
+    """Write whole lines, each behind the name of who has printed it."""
+    write(f"{who}| " + lines[:-1].replace("\n", f"\n{who}| ") + "\n")
+
+
 def copy_end(path: str, to: str, most_bytes: int) -> None:
     """Copy a log; of one that is longer the last bytes, from the beginning of a line on."""
     import shutil  # no program needs it to start
@@ -36,11 +41,11 @@ def copy_end(path: str, to: str, most_bytes: int) -> None:
     from ..files import replacing
 
     with open(path, "rb") as log, replacing(to) as file:
-        missing = max(0, os.fstat(log.fileno()).st_size - most_bytes)
-        log.seek(missing)
-        if missing:
-            missing += len(log.readline(CHUNK_BYTES))
-            file.write(f"{CUT}{missing} bytes of this log are not kept\n".encode())
+        start = max(0, os.fstat(log.fileno()).st_size - most_bytes)
+        log.seek(start)
+        if start:
+            start += len(log.readline(CHUNK_BYTES))
+            file.write(f"{CUT}{start} bytes of this log are not kept\n".encode())
         shutil.copyfileobj(log, file)
     shutil.copystat(path, to)  # its time says when the job was seen last
 

@@ -48,8 +48,8 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 def supervise(tag: str, work: Callable[[Runner], int]) -> EndRecord:
     """Run ``work`` in a runner process. See the module's text.
 
-    The tag is unique, and in the environment of every process of the command: none that carries it
-    remains. If the runner was killed, it is not known what does: a process may hide from the tag.
+    The tag is unique, and in the environment of every process of the command. When this returns,
+    no process with the tag runs. If the runner was killed, one that has dropped the tag may.
     """
     began_at = time.time()
     to_runner, to_watchdog = socket.socketpair()  # an end for this process, and the runner's
@@ -276,7 +276,8 @@ class Supervisor:
             self.end(grace_s)  # the children are done and what they left is not, or one failed
         if self._kill_at is not None and monotonic() >= self._kill_at:
             signal_all(signal.SIGKILL)
-        if None in codes or descendants():  # a look at all processes, when it matters alone
+        # ``descendants`` reads all of /proc, so it comes last.
+        if None in codes or descendants():
             return False
         self.reap()
         for child in self.children:  # no process holds the other end of a pipe any more
