@@ -69,7 +69,7 @@ class Relayed:
 
     def ask(self, seen: int, patience_s: float) -> tuple[int, list[str]]:
         """The number of the first report that is there, and the reports as they came."""
-        return self.relay.pull(seen, patience_s)
+        return self.relay.pull(seen, patience_s, 0.02)
 
     def pull(self, patience_s: float = 0.1) -> None:
         first, reports = self.ask(len(self.reports), patience_s)

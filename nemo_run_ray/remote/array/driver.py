@@ -113,7 +113,7 @@ class HostStarts:
     """Starts hosts, and programs that end what dead ones have left."""
 
     def __init__(self, spec: ArraySpec, job: str, secrets: Mapping[str, str], count: int) -> None:
-        self._role, self.actors = spec.host, Actors(job, secrets)
+        self._role, self.actors = spec.host, Actors(job, secrets, gather_s=0.05)
         self.actors.pack()
         self._ray = self.actors.ray
         self._order = {
@@ -429,9 +429,8 @@ class ArrayDriver:
                 say(f"{node.host} runs {host.slots} element(s) at a time")
         elif kind == "obstacles":
             say(
-                f"on {node.host} the imports {', '.join(report['obstacles'])}, which a fork does "
-                "not have. So each element imports anew, which takes seconds in place of "
-                "milliseconds"
+                f"on {node.host} the imports {', '.join(report['obstacles'])}, so a fork is not "
+                "safe. Each element imports anew, which takes seconds in place of milliseconds"
             )
         elif kind == "idle":
             # What it still has was leased to it before it was told to end, and has not begun.

@@ -63,7 +63,7 @@ class GroupDriver:
         self._spec = spec
         self._submission_id = submission_id
         self._runner.left_on = None  # until all nodes have confirmed it
-        self._actors = Actors(job, take_secrets(spec.secrets))
+        self._actors = Actors(job, take_secrets(spec.secrets), gather_s=0.02)
         self._ray = self._actors.ray
         self._watch_at = self._tell_at = self._placed_at = 0.0
         keys = {(role.name, index): role for role in spec.roles for index in range(role.replicas)}

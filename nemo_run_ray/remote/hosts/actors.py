@@ -91,13 +91,15 @@ class Actors:
     counted, so that nothing is lost or done twice. What all actors need goes to Ray's object store
     once.
 
+    A report waits ``gather_s`` for others: many small ones cost more to send than to make.
+
     Attributes:
         ray: the module, connected.
         run_module: a task that runs a module of it.
     """
 
-    def __init__(self, job: str, secrets: Mapping[str, str]) -> None:
-        self._job, self._secrets = job, secrets
+    def __init__(self, job: str, secrets: Mapping[str, str], gather_s: float) -> None:
+        self._job, self._secrets, self._gather_s = job, secrets, gather_s
         # The actors need nothing of the job's runtime environment.
         self._config: Json = json.loads(os.environ.get(JOB_CONFIG, "{}"))
         self._runtime_env = self._config.pop("runtime_env", {})
@@ -186,7 +188,7 @@ class Actors:
 
     def pull(self, replica: ReplicaHandle) -> None:
         """Ask an actor for its replica's reports that are not here yet."""
-        reference = replica.actor.pull.remote(replica.tag, replica.seen, _PULL_S)
+        reference = replica.actor.pull.remote(replica.tag, replica.seen, _PULL_S, self._gather_s)
         self._awaited[reference] = monotonic(), replica
 
     def answers(self) -> Iterator[Tuple[ReplicaHandle, Reports]]:
@@ -318,8 +320,8 @@ def sent_by_value() -> Tuple[Any, Any]:
         def order(self, tag: str, number: int, order: Json) -> None:
             self._relays[tag].order(number, order)
 
-        def pull(self, tag: str, seen: int, patience_s: float) -> Any:
-            return self._node, *self._relays[tag].pull(seen, patience_s)
+        def pull(self, tag: str, *args: Any) -> Any:
+            return self._node, *self._relays[tag].pull(*args)
 
         def close(self, tag: str) -> Any:
             return self._relays[tag].close()

@@ -65,8 +65,6 @@ _UNSENT_MAX = 4 * 2**20
 _KEPT_MAX = 2 * 2**20
 #: Seconds for the processes to end and to remove their folders.
 _CLOSE_S = 10.0
-#: Seconds for which a report waits for others: many small ones cost more to send than to make.
-_GATHER_S = 0.02
 #: Text of a program that runs ``main`` of a module of this package: its arguments are the package's
 #: folder, two for ``main``, and the module.
 PROGRAM = (
@@ -117,10 +115,10 @@ class Relay:
                 with suppress(OSError):  # the process is gone; its last report says so
                     self._channel.sendall(data + b"\n")
 
-    def pull(self, seen: int, patience_s: float) -> Tuple[int, List[str]]:
+    def pull(self, seen: int, patience_s: float, gather_s: float) -> Tuple[int, List[str]]:
         """The number of the first report that is not seen, and all from that on; forget the others.
 
-        The first one is waited for, with patience.
+        The first one is waited for, with patience, and then others.
         """
         with self._changed:
             while self._kept and self._first < seen:
@@ -129,7 +127,7 @@ class Relay:
             self._changed.notify_all()
             has_some = self._changed.wait_for(lambda: self._kept, patience_s)
         if has_some:
-            time.sleep(_GATHER_S)
+            time.sleep(gather_s)
         with self._changed:
             return self._first, [report.decode() for report in self._kept]
 

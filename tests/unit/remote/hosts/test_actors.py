@@ -66,7 +66,7 @@ def ray() -> Ray:
 def unanswered(ray) -> Actors:
     """An actor that has been asked for reports."""
     found = Actors.__new__(Actors)  # without a connection
-    found.ray, found._awaited = ray, {}
+    found.ray, found._awaited, found._gather_s = ray, {}, 0.0
     found.pull(ray.replica)
     return found
 
