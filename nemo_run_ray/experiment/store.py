@@ -1,7 +1,7 @@
 """The experiment's folder: its ledger of requests, and the logs and files that are kept of jobs.
 
 Others write there too: dispatch.py the plans of dispatches, submit.py archives of code, and
-NeMo-Run its tasks, which ``nemo/`` changes once. The ledger lets another process find the cluster
+NeMo-Run its tasks, which ``nemo/`` rewrites once. The ledger lets another process find the cluster
 and the ids; the truth about a job's state is the cluster's. A line is written, flushed and synced
 before the request that it announces.
 """

@@ -91,7 +91,8 @@ class Batch:
 
         A dry run keeps no archive.
         """
-        secrets_archive(planned.spec.secrets, "", planned.secret_places)  # for its error
+        # It refuses one that is not set.
+        secrets_archive(planned.spec.secrets, "", planned.secret_places)
         is_first = not self.plans or planned.submission_id == next(iter(self.plans))
         if is_first:
             # The files may have changed since the last dry run, which kept none.

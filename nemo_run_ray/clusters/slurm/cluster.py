@@ -210,7 +210,7 @@ class SlurmCluster(Cluster):
     @property
     def _login(self) -> Login:
         key = key_of(self.executor.tunnel)
-        # Of several threads one makes the login that all use.
+        # If several threads make one, all use the first; it connects when it is used.
         return _logins.get(key) or _logins.setdefault(key, Login(self.executor.tunnel))
 
     @property

@@ -39,6 +39,10 @@ PACKET_MAX = 2**17
 #: Characters of a result that is kept.
 RESULT_MAX = 2**16
 _PR_SET_CHILD_SUBREAPER = 36
+#: Milliseconds between two looks for elements that have ended, if no signal comes.
+_LOOK_MS = 500
+#: Python's own: gevent has one that collects its children by itself.
+_FORK = os.fork
 #: Linux' numbers to allow huge pages and to make them now, and the file that says who may.
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -101,6 +105,8 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         obstacles.append("have used CUDA")
+    if os.fork is not _FORK:
+        obstacles.append("have replaced os.fork")
     sys.stdout.flush()  # else each child would write it again
     sys.stderr.flush()
     gc.collect()
@@ -108,17 +114,19 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
     _use_huge_pages()
     _send(channel, at="ready", obstacles=obstacles)
     woken, wake = os.pipe()
-    os.set_blocking(wake, False)
+    for fd in (woken, wake):
+        os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    poll = select.poll()
+    for fd in (woken, channel.fileno()):
+        poll.register(fd, select.POLLIN)
     running: dict[int, int] = {}  # keys of orders, by their processes
     while True:
-        ready, _, _ = select.select([channel.fileno(), woken], [], [])
-        if woken in ready:
+        ready = dict(poll.poll(_LOOK_MS))  # the imports may have blocked the signal
+        with suppress(BlockingIOError):
             os.read(woken, 4096)
-            for pid in list(running):
-                if _reports_end(channel, pid, running[pid]):
-                    del running[pid]
+        _report_ends(channel, running)
         if channel.fileno() not in ready:
             continue
         data, fds, _, _ = socket.recv_fds(channel, PACKET_MAX, 1)
@@ -126,7 +134,7 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
             return
         order = json.loads(data)
         try:
-            if not fds:  # the kernel has dropped it
+            if not fds:  # the kernel has dropped the descriptor
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             child = os.fork()
         except OSError as error:
@@ -143,31 +151,31 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
 def _use_huge_pages() -> None:
     """Put this process's memory into huge pages, of which a fork copies far fewer entries.
 
-    Forks of a process with NeMo-Run begin and end a quarter faster so (Linux 6.18). Kernels before
-    6.1 refuse, which changes nothing.
+    A fork of a process with NeMo-Run then takes a quarter less time (Linux 6.18). Kernels before
+    6.1 make them later, or not at all.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         if "[never]" in Path(_THP).read_text():
-            return  # the administrator's wish
-        for line in Path("/proc/self/maps").read_text().splitlines():
+            return  # the administrator has forbidden them
+        for line in Path("/proc/self/maps").read_bytes().split(b"\n"):
             place, rights, _, _, inode = line.split()[:5]
-            if inode == "0" and rights == "rw-p":  # no file's, and of this process alone
-                first, last = (int(end, 16) for end in place.split("-"))
+            if inode == b"0" and rights == b"rw-p":  # private memory, without a file
+                first, last = (int(end, 16) for end in place.split(b"-"))
                 for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
                     madvise(first, last - first, advice)
 
 
-def _reports_end(channel: socket.socket, pid: int, key: int) -> bool:
-    """Report an element that has ended, before it is collected: if this fails, the host sees it."""
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if end is None:
-        return False
-    code = end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
-    _send(channel, at="ended", key=key, pid=pid, code=code)
-    os.waitpid(pid, 0)
-    return True
+def _report_ends(channel: socket.socket, running: dict[int, int]) -> None:
+    """Report each element that has ended, then collect it; else the host collects it."""
+    for pid, key in list(running.items()):
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is not None:
+            code = end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
+            _send(channel, at="ended", key=key, code=code)
+            os.waitpid(pid, 0)
+            del running[pid]
 
 
 def _become_element(channel: socket.socket, order: dict[str, Any], output: int, *fds: int) -> None:
@@ -193,9 +201,11 @@ def _become_element(channel: socket.socket, order: dict[str, Any], output: int, 
             numpy.random.seed()
         if torch is not None:
             torch.seed()
-    except BaseException:  # NumPy or PyTorch take no seed
-        traceback.print_exc()
-        os._exit(1)
+    except BaseException:  # NumPy or PyTorch take no seed, or the host listens no more
+        try:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
 
 def _run(template: Any, order: dict[str, Any], main_ended: str) -> NoReturn:

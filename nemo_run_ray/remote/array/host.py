@@ -326,8 +326,8 @@ class HostProcess:
         codes = dict(collect())
         server = self._fork_server
         if server is not None:
-            # Read messages after collecting exit codes, which are those of forks whose server was
-            # killed: a fork reports that it begins before it can end.
+            # Read messages after collecting exit codes: a fork whose server was killed is collected
+            # here, and has reported that it begins before it could end.
             for element, reason in server.hear():
                 self._refused(element, reason)
             if server.obstacles:
@@ -340,8 +340,6 @@ class HostProcess:
                     self._cannot_begin(words)
                 if not self._may_begin:
                     self._fork_server = None
-            codes.update(server.ended)
-            server.ended.clear()
         for element in self._running:
             if element.pid in codes and element.code is None:
                 element.ended(codes[element.pid])
@@ -528,7 +526,6 @@ class ForkServer:
     """The process of ``fork_server.py`` as its host knows it. A killed one is started again.
 
     Attributes:
-        ended: exit codes of forks, by their process ids.
         obstacles: what its imports have begun that a fork does not have.
     """
 
@@ -537,7 +534,7 @@ class ForkServer:
         self._log = f"{place.root}/fork_server.log"
         self._asked: Dict[int, RunningElement] = {}  # by their indices, until they have begun
         self._false_starts = 0
-        self.ended: Dict[int, int] = {}
+        self._forks: Dict[int, RunningElement] = {}  # that have begun and not ended
         self.obstacles: List[str] = []
         self._start()
 
@@ -583,12 +580,13 @@ class ForkServer:
                 self._is_ready, self.obstacles = True, message["obstacles"]
             elif message["at"] == "full":
                 yield self._asked.pop(message["key"]), message["reason"]
-            else:
-                if message["key"] in self._asked:  # also of one that was killed before it said so
-                    self._false_starts = 0
-                    self._asked.pop(message["key"]).has_begun(message["pid"])
-                if message["at"] == "ended":
-                    self.ended[message["pid"]] = message["code"]
+            elif message["at"] == "begun":
+                self._false_starts = 0
+                element = self._forks[message["key"]] = self._asked.pop(message["key"])
+                element.has_begun(message["pid"])
+            else:  # a fork that was killed early has only an end
+                forks = self._forks if message["key"] in self._forks else self._asked
+                forks.pop(message["key"]).ended(message["code"])
 
     def died(self) -> List[RunningElement]:
         """The elements that a process that was collected has not begun, the last one first.
@@ -599,6 +597,7 @@ class ForkServer:
         unstarted = [element for element, _ in self.hear()]
         unstarted += self._asked.values()
         self._asked.clear()
+        self._forks.clear()  # this process collects them
         self._channel.close()
         return unstarted[::-1]
 

@@ -30,7 +30,7 @@ def write(text: str) -> None:
 
 
 def write_lines(who: str, lines: str) -> None:
-    """Write whole lines, each behind the name of who has printed it."""
+    """Write whole lines, each after the name of its writer."""
     write(f"{who}| " + lines[:-1].replace("\n", f"\n{who}| ") + "\n")
 
 

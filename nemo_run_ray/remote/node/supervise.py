@@ -49,7 +49,7 @@ def supervise(tag: str, work: Callable[[Runner], int]) -> EndRecord:
     """Run ``work`` in a runner process. See the module's text.
 
     The tag is unique, and in the environment of every process of the command. When this returns,
-    no process with the tag runs. If the runner was killed, one that has dropped the tag may.
+    no process with the tag runs. If the runner was killed, one without the tag may still run.
     """
     began_at = time.time()
     to_runner, to_watchdog = socket.socketpair()  # an end for this process, and the runner's

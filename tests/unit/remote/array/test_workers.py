@@ -98,7 +98,7 @@ def test_what_a_fork_server_has_said_counts_though_it_was_killed():
     server = ForkServer.__new__(ForkServer)
     server._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server._channel.setblocking(False)
-    server._asked, server._false_starts = {}, 3
+    server._asked, server._forks, server._false_starts = {}, {}, 3
     runs, unread = (RunningElement((index, 1), {}, {}) for index in range(2))
     for element in (runs, unread):
         server.ask(element, {})
