@@ -223,6 +223,8 @@ def _once(slurm: Slurm, nodes: int, kind: _Kind, name: str) -> _Run:
             "CPUS_PER_WORKER": "1",
             "RAY_TEMP_DIR": _OWN,
             "TMPDIR": str(slurm.folder),  # Ray's helpers leave folders there when they are killed
+            # With a token in ~/.ray, Ray asks for it, and NeMo-Run's script has none to give.
+            **({} if kind.patch else {"RAY_AUTH_MODE": "disabled"}),
         },
         **kind.fields,
     )

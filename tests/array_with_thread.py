@@ -1,7 +1,6 @@
-"""A module that starts a thread when it is imported, as some libraries do."""
+"""A module that starts a thread when it is imported, and replaces ``os.fork``."""
 
-from __future__ import annotations
-
+import functools
 import os
 import threading
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 _ended = threading.Event()
 _helper = threading.Thread(target=_ended.wait, name="helper", daemon=True)
 _helper.start()
+os.fork = functools.partial(os.fork)
 
 
 def task(path: str) -> None:

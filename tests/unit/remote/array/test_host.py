@@ -348,12 +348,12 @@ def test_what_ends_by_itself_while_the_rest_is_killed_is_noted():
 
 
 @pytest.mark.parametrize("forks", [array_with_thread.task], indirect=True)
-def test_imports_that_start_a_thread_forbid_a_fork(host, forks, tmp_path):
+def test_imports_that_start_a_thread_or_replace_fork_forbid_a_fork(host, forks, tmp_path):
     host.prepare(("python",), slots=2, **forks)
     host.run(0, 1, value=str(tmp_path))
     assert sorted(host.ended(within_s=60) for _ in range(2)) == [[0, 1, 0], [1, 1, 0]]
     (told,) = [one for one in host.reports if one["at"] == "obstacles"]
-    assert told["obstacles"] == ["have started the thread 'helper'"]
+    assert told["obstacles"] == ["have started the thread 'helper'", "have replaced os.fork"]
     assert {path.name for path in tmp_path.glob("*-*")} == {"0-True", "1-True"}
 
 
