@@ -91,7 +91,7 @@ class Batch:
 
         A dry run keeps no archive.
         """
-        # It refuses one that is not set.
+        # It refuses a secret that is not set.
         secrets_archive(planned.spec.secrets, "", planned.secret_places)
         is_first = not self.plans or planned.submission_id == next(iter(self.plans))
         if is_first:
