@@ -48,13 +48,10 @@ from nemo_run_ray.clusters import Cluster, ClusterArchive, Dashboard
 from nemo_run_ray.errors import ClusterError, ConfigError
 from nemo_run_ray.fields import Allowed, PositiveSeconds, strict_init
 from nemo_run_ray.remote import CALLERS_TMPDIR
-from nemo_run_ray.remote.dashboard import (
+from nemo_run_ray.remote.dashboard import DashboardClient, Unanswered
+from nemo_run_ray.remote.files import (
     DASHBOARD,
     EMBEDDED,
-    DashboardClient,
-    Unanswered,
-)
-from nemo_run_ray.remote.files import (
     ENDS_AT,
     LASTS_S,
     LIFE,

@@ -20,10 +20,6 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from .spec import JobRow, Json, fits, job_rows
 
-#: Variable in every process of an embedded Ray: its folder.
-EMBEDDED = "NEMO_RUN_RAY_LOCAL"
-#: Variable of jobs with the dashboard's address, where this package has started Ray.
-DASHBOARD = "NEMO_RUN_RAY_DASHBOARD"
 #: Seconds from the beginning of a request to the end of its answer.
 TIMEOUT_S = 30.0
 #: Size limit of an answer. The largest one is the job table.

@@ -19,17 +19,10 @@ from time import monotonic
 from typing import Callable, Mapping
 
 from . import carried_over
-from .dashboard import (
-    DASHBOARD,
-    EMBEDDED,
-    DashboardClient,
-    RequestRefused,
-    Unanswered,
-    candidates,
-)
+from .dashboard import DashboardClient, RequestRefused, Unanswered, candidates
 from .decide import Action, Decision, Do, decide, time_left
 from .end_record import LostEnds, lock_of, proof_of
-from .files import LIFE, RUN
+from .files import DASHBOARD, EMBEDDED, LIFE, RUN
 from .node.output import say
 from .node.rundir import KEY, SECRETS, read_secrets, remove_secrets
 from .spec import LOCK_KEY, SUBMISSION_ID, DispatchedJobSpec, DispatchSpec, Json

@@ -16,6 +16,10 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import IO, Iterator, Union
 
+#: Variable in every process of an embedded Ray: its folder.
+EMBEDDED = "NEMO_RUN_RAY_LOCAL"
+#: Variable of jobs with the dashboard's address, where this package has started Ray.
+DASHBOARD = "NEMO_RUN_RAY_DASHBOARD"
 #: In jobs on an allocation of Slurm: the folder of this run of Slurm's job, and that of the
 #: allocation where a client has asked for it by a name.
 RUN, LIFE = "NEMO_RUN_RAY_RUN", "NEMO_RUN_RAY_LIFE"

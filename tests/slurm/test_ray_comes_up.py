@@ -28,7 +28,6 @@ def test_a_driver_on_four_nodes(slurm, start, tmp_path):
     slurm.forget_rpcs()
     job = start('pwd; cat shipped.txt; echo "to $RAY_ADDRESS, $ip_head"; exit 3')
     assert job.wait() == ("FAILED", "3:0")
-    rpcs = slurm.rpcs()
     folder, shipped, addresses = job.log("ray-job.log").splitlines()
     assert (folder, shipped) == (str(job.folder / "code"), "here")
     first, second = addresses.removeprefix("to ").split(", ")
@@ -40,7 +39,8 @@ def test_a_driver_on_four_nodes(slurm, start, tmp_path):
     assert json.loads((job.folder / "job_ids.json").read_text()) == [job.job]
     assert not (job.folder / "ray_cluster_info.json").exists()
     assert not (job.run / "token").exists()
-    assert rpcs["REQUEST_JOB_STEP_CREATE"] == 1
+    assert slurm.rpcs()["REQUEST_JOB_STEP_CREATE"] == 1
+    assert b"slurm/head.pyc" in (job.run / "node.pyz").read_bytes(), "compiled by the script"
     (call,) = map(json.loads, (tmp_path / "pyxis").read_text().splitlines())
     assert call["pyxis"] == [], "without an image there is no container"
     job.wait_gone()
@@ -62,8 +62,7 @@ def test_without_a_driver_the_cluster_stays_up(slurm, start):
     wait_for(attach.exists, 30)
     time.sleep(1)  # the job's script has nothing to do any more
     info = json.loads((job.folder / "ray_cluster_info.json").read_text())
-    assert info["port"] == "6379"
-    assert info["dashboard_port"] == "8265"
+    assert (info["port"], info["dashboard_port"]) == ("6379", "8265")
     assert (job.run / "token").stat().st_mode & 0o777 == 0o600
     assert job.run.stat().st_mode & 0o777 == 0o700
     slurm.ask("scancel", job.job)

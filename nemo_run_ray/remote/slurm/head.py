@@ -10,9 +10,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Mapping, Sized
 
-from ..dashboard import DASHBOARD, DashboardClient, Unanswered
+from ..dashboard import DashboardClient, Unanswered
 from ..end_record import describe_exit
-from ..files import write_file
+from ..files import DASHBOARD, write_file
 from ..node.supervise import Child
 from .carry import Allocation
 from .folder import CLUSTER_FAILED, HeadAddress, NodeReport, RunEnd

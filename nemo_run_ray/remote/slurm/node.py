@@ -10,8 +10,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Container, Mapping, Sequence
 
-from ..dashboard import DASHBOARD, EMBEDDED
-from ..files import ENDS_AT, LASTS_S, RENEWS, write_file
+from ..files import DASHBOARD, EMBEDDED, ENDS_AT, LASTS_S, RENEWS, write_file
 from ..node.output import copy_end, log_end, say
 from ..node.supervise import TAG, Child, Runner, Supervisor
 from ..spec import Env
