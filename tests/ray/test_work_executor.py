@@ -64,7 +64,7 @@ def test_cpythons_tests_of_executors(pool, cpython, kind):
         def setUp(self) -> None:
             self.executor = pool.executor(max_workers=self.worker_count)
             self.executor_type = pool.executor
-            # Its tests expect that calls begin in their order: not where workers still start.
+            # They expect calls to begin in order, which holds only once the workers have started.
             futures.wait([self.executor.submit(time.sleep, 0.3) for _ in range(4)])
 
         def tearDown(self) -> None:

@@ -81,7 +81,7 @@ _MAIN = """\
 import gc
 import sys
 
-gc.disable()  # imports make no garbage, and to look for it takes a tenth of their time
+gc.disable()  # imports make little garbage, and to look for it takes a tenth of their time
 
 if sys.version_info < (3, 9):
     sys.exit("nemo_run_ray| Python %d.%d runs the node program; it needs 3.9 or newer: set "
