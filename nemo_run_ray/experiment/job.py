@@ -472,7 +472,9 @@ class RemoteJob:
         if text := self.kept.text(kind):
             return text.splitlines()
         api = self._api()
-        lines = api.state.array_file(status.node, self.id, kind) if api and status.node else []
+        if api is None or not status.node:
+            return []
+        lines = repeat(lambda: api.state.array_file(status.node, self.id, kind), PATIENCE_S)
         # Ray has words of its own for a file that does not exist.
         return lines if lines and lines[0].startswith("[") else []
 
