@@ -8,7 +8,6 @@ from pathlib import Path
 
 from nemo_run_ray.clusters.slurm.script import node_program
 
-_PACKAGE = "nemo_run_ray_remote"
 #: Imports from the zip.
 _RUN = """
 import sys
@@ -33,7 +32,7 @@ def test_every_module_of_a_node_finds_what_it_imports(tmp_path):
                 for one in ast.walk(ast.parse(text))
                 if isinstance(one, ast.ImportFrom) and one.level
             ]
-    assert f"{_PACKAGE}.slurm:from .head import Head" in statements
+    assert "nemo_run_ray_remote.slurm:from .head import Head" in statements
     words = [sys.executable, "-I", "-S", "-c", _RUN, str(zipped), *statements]
     done = subprocess.run(words, capture_output=True, text=True, env={}, check=False)
     assert done.returncode == 0, done.stderr
