@@ -1,8 +1,4 @@
-"""What becomes of a group when something of it dies: the faults, and the check of their ends.
-
-These need no second host: ``tests/ray`` strikes them on the embedded Ray. ``tests/hosts`` has those
-that take a host away, and its soak strikes all of them across hosts.
-"""
+"""The faults of a group: ``tests/ray`` strikes them on one host, ``tests/hosts`` soaks in all."""
 
 from __future__ import annotations
 
@@ -102,6 +98,8 @@ def kill_replica(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
 
 def kill_watchdog(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
     os.kill(chance.choice(replicas_and_watchdogs(bench)[1]), signal.SIGKILL)
+    for sleeps in bench.processes(lambda _, words: words[:2] == ["sleep", "599"]):
+        os.kill(sleeps, signal.SIGTERM)
 
 
 def stop(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
@@ -127,7 +125,7 @@ FAULTS = {
         pair, "FAILED", "its node or its supervisor died", "was killed", kill_replica
     ),
     "a watchdog of a replica is killed": Fault(
-        lambda bench: [bench.server(), bench.client('echo "client runs"; sleep 5')],
+        lambda bench: [bench.server(), bench.client('echo "client runs"; sleep 599; sleep 3')],
         "SUCCEEDED",
         "",
         "client/0 on",
