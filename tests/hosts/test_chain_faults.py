@@ -5,6 +5,7 @@ Every job takes a lock, looks for its upstreams' results and complains: see ``st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -61,8 +62,9 @@ def kill_process(run: Run) -> None:
         return run.hosts.processes(lambda _, words: "dispatch" in words)
 
     found = wait_for(lambda: dispatchers() or is_over(run), 60)
-    if isinstance(found, list):  # else the chain was faster
-        os.kill(run.chance.choice(found), signal.SIGKILL)
+    if isinstance(found, list):  # else the chain was faster, as it may still be
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run.chance.choice(found), signal.SIGKILL)
 
 
 def stop_job(run: Run) -> None:
