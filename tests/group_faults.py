@@ -1,4 +1,4 @@
-"""The faults of a group: ``tests/ray`` strikes them on one host, ``tests/hosts`` soaks in all."""
+"""The faults of a group, struck on one host by ``tests/ray`` and on several by ``tests/hosts``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def kill_replica(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
 def kill_watchdog(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
     os.kill(chance.choice(replicas_and_watchdogs(bench)[1]), signal.SIGKILL)
     for sleeps in bench.processes(lambda _, words: words[:2] == ["sleep", "599"]):
-        os.kill(sleeps, signal.SIGTERM)
+        os.kill(sleeps, signal.SIGTERM)  # now the client may end
 
 
 def stop(bench: Bench, job: RemoteJob, chance: random.Random) -> None:
