@@ -488,7 +488,7 @@ class RemoteJob:
         if not self.record.is_array:
             return {}
         lines = self.array_file(self.status, RESULTS_FILE)
-        return dict(_json_rows(lines, tuple[int, object]))
+        return dict(_json_rows(lines, tuple[int, Any]))
 
     def select_elements(self, selection: str = "") -> list[Element]:
         """The elements of an array, one by one.

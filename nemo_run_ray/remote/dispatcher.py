@@ -92,7 +92,7 @@ class Dispatcher:
             # Look again soon while things happen, and never be a burden. The quickest look counts:
             # a head that is busy for a moment may take long for one.
             idle_s = self._clock() - self._changed_at
-            sleep(max(0.3, min(idle_s / 20, 5.0), min(min(self._looks_s, default=0.0) * 4, 20.0)))
+            sleep(max(0.2, min(idle_s / 20, 5.0), min(min(self._looks_s, default=0.0) * 4, 20.0)))
 
     def round(self) -> int | None:
         """Look once and act; the exit code when there is nothing left to do."""
