@@ -200,8 +200,9 @@ def test_a_password_is_asked_for_in_a_terminal(sshd, tmp_path):
     if pid == 0:
         os.execv(words[0], words)
     shown = ""
-    with contextlib.suppress(OSError):  # it has ended
-        while select.select([terminal], [], [], 60)[0]:
+    with contextlib.suppress(OSError):  # EIO: the program has ended
+        while True:
+            assert select.select([terminal], [], [], 60)[0], shown
             shown += os.read(terminal, 4096).decode()
             if shown.endswith("password: "):
                 os.write(terminal, b"wrong\n")

@@ -21,7 +21,7 @@ from nemo_run_ray.remote.spec import ArraySpec, from_json
 from nemo_run_ray.remote.status import file_of
 from tests.array_tasks import train
 from tests.conftest import wait_for
-from tests.fake_ray import GOES_ON, SUCCEEDS
+from tests.fake_ray import GOES_ON, SUCCEEDS, Trouble
 from tests.unit.experiment.conftest import ArrayDriver, Submitted
 
 pytestmark = pytest.mark.usefixtures("fresh_tables")
@@ -153,11 +153,7 @@ def test_elements_are_cancelled_by_a_request_and_their_end_is_waited_for(ray, jo
 
     thread.join()
     assert driver.cancelled == [[2, 4]]
-    assert [(one.index, one.state) for one in found] == [
-        (2, "succeeded"),
-        (3, "failed"),
-        (4, "cancelled"),
-    ]
+    assert {one.index: one.state for one in found} == {2: "succeeded", 3: "failed", 4: "cancelled"}
 
 
 def test_those_that_wait_are_cancelled_and_those_that_have_begun_meanwhile_go_on(job, driver):
@@ -184,7 +180,8 @@ def test_a_driver_that_does_not_answer_is_named(job, driver, monkeypatch):
 
 def test_states_and_results_are_kept_when_the_array_has_ended(ray, job, driver):
     ray.files[file_of(job.id, "results")] = '[0, {"loss": 1.5}]\n[2, null]\n'
-    ray.fates[job.id] = SUCCEEDS
+    ray.fates[job.id], states, lost = SUCCEEDS, file_of(job.id, "states"), iter([Trouble()] * 2)
+    ray.trouble = lambda method, path: next(lost, None) if states in path else None
     ray.pass_time(1000)
     assert job.wait(timeout_s=20).state.is_terminal
     ray.files.clear()
