@@ -116,7 +116,7 @@ from nemo_run_ray import LocalCluster, RayExecutor
 if __name__ == "__main__":
     cluster = LocalCluster(num_cpus=1, idle_timeout_s=6)
     with run.Experiment("alone") as experiment:
-        script = run.Script(inline="sleep 5; echo hello; exit 3")
+        script = run.Script(inline="until [ -e GO ]; do sleep 0.1; done; echo hello; exit 3")
         experiment.add(script, executor=RayExecutor(cluster=cluster), name="job")
         experiment.run(detach=True)
 """
@@ -125,7 +125,7 @@ if __name__ == "__main__":
 def test_an_idle_one_ends_by_itself_and_what_it_had_is_known(home_of_its_own):
     """After a detached run, and after its only user was killed."""
     program = home_of_its_own / "program.py"
-    program.write_text(DETACHED)
+    program.write_text(DETACHED.replace("GO", f"{home_of_its_own}/go"))
     subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
     (state,) = states(home_of_its_own)
     killed = user()
@@ -133,6 +133,7 @@ def test_an_idle_one_ends_by_itself_and_what_it_had_is_known(home_of_its_own):
     leave(killed, is_killed=True)
     assert lives(state["pid"])
 
+    (home_of_its_own / "go").touch()  # now the job ends, and the cluster is idle
     wait_for(lambda: states(home_of_its_own) == [], 60)
     wait_for(lambda: not lives(state["pid"]) and marked(state["root"]) == [])
     (row,) = json.loads(look("status", "--json", "alone"))
