@@ -103,8 +103,8 @@ def strike(job: RemoteJob, victims: Callable[[RemoteJob], list[int]], within_s: 
     Args:
         job: the array.
         victims: who they are now.
-        within_s: how long to wait for some: elements of one length end together, and then none runs
-            for a moment, or a driver starts again.
+        within_s: how long to wait for some. There are none for a moment when elements of one length
+            end together, or while the driver starts again.
     """
     deadline = time.monotonic() + within_s
     while not (found := victims(job)) and time.monotonic() < deadline:

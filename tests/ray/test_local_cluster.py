@@ -128,9 +128,9 @@ def test_an_idle_one_ends_by_itself_and_what_it_had_is_known(home_of_its_own):
     program.write_text(DETACHED.replace("GO", f"{home_of_its_own}/go"))
     subprocess.run([sys.executable, str(program)], check=True, capture_output=True, timeout=120)
     (state,) = states(home_of_its_own)
-    killed = user()
-    assert url_of(killed) == state["url"]
-    leave(killed, is_killed=True)
+    with user() as killed:
+        assert url_of(killed) == state["url"]
+        killed.kill()
     assert lives(state["pid"])
 
     (home_of_its_own / "go").touch()  # now the job ends, and the cluster is idle

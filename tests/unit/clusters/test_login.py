@@ -204,11 +204,12 @@ def test_a_password_is_asked_for_in_a_terminal(sshd, tmp_path):
         while True:
             assert select.select([terminal], [], [], 60)[0], shown
             shown += os.read(terminal, 4096).decode()
-            if "password: " in shown:  # an error message can stand after the question
+            if "password: " in shown:  # an error message may follow the prompt
                 os.write(terminal, b"wrong\n")
                 shown = shown.replace("password: ", "password:\n")
     os.close(terminal)
     os.waitpid(pid, 0)
+    assert shown.count("password:\n") >= 3
     assert "Nobody could log in as root@127.0.0.1" in shown
 
 
