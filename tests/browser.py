@@ -87,7 +87,7 @@ def browser() -> Iterator[ClientConnection]:
             words,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": folder},
+            env={**os.environ, "TMPDIR": folder, "HOME": folder},
             start_new_session=True,
         )
         try:

@@ -108,7 +108,7 @@ def test_the_attach_script_gives_a_shell_on_a_node(slurm, start, word, host):
     # NeMo-Run's script asks for a terminal, and `script` gives one.
     done = subprocess.run(
         ["script", "-qec", f"bash {attach} {word}", "/dev/null"],
-        input="echo on $(hostname); exit\n",
+        input="unset HISTFILE; echo on $(hostname); exit\n",
         text=True,
         capture_output=True,
         timeout=60,
