@@ -203,7 +203,9 @@ def package_archive() -> Archive:
 
 def job_archive(plans: Sequence[JobPlan], main: Path) -> Archive:
     """The specs, configs and scripts of an experiment's jobs."""
-    entries = [Entry(f"{JOBS}/__main__.py", main)] if main.exists() else []
+    # NeMo-Run leaves an empty file for a notebook; to run that would import NeMo-Run for nothing.
+    has_script = main.exists() and main.stat().st_size
+    entries = [Entry(f"{JOBS}/__main__.py", main)] if has_script else []
     for planned in sorted(plans, key=lambda plan: plan.job):
         prefix = f"{JOBS}/{safe_id(planned.job)}"
         entries.append(Entry(f"{prefix}/{SPEC}", to_json(planned.spec).encode()))

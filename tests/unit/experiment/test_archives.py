@@ -279,11 +279,8 @@ def test_the_job_archive(job_dir, tmp_path):
     main.write_text("x = 1")
     executor = RayExecutor()
     executor.job_dir = str(job_dir)
-    found = _unzip(
-        job_archive(
-            [JobPlan("job", "exp.job", JobSpec(("true",)), executor, {}, {}, {}, {}, ())], main
-        )
-    )
+    plans = [JobPlan("job", "exp.job", JobSpec(("true",)), executor, {}, {}, {}, {}, ())]
+    found = _unzip(job_archive(plans, main))
     assert found[f"{JOBS}/job/configs/job_fn_or_script"] == b"configs/job_fn_or_script"
     assert found[f"{JOBS}/job/scripts/job.sh"] == b"scripts/job.sh"
     assert found[f"{JOBS}/__main__.py"] == b"x = 1"
@@ -291,6 +288,8 @@ def test_the_job_archive(job_dir, tmp_path):
     assert not [data for data in found.values() if b"TOKEN: in clear" in data]
     assert from_json(found[f"{JOBS}/job/spec.json"].decode()).argv == ("true",)
     assert all(name.startswith(f"{JOBS}/") for name in found)
+    main.write_text("")
+    assert f"{JOBS}/__main__.py" not in _unzip(job_archive(plans, main))
 
 
 def test_secrets_are_private(monkeypatch, hostile):
