@@ -203,7 +203,7 @@ def package_archive() -> Archive:
 
 def job_archive(plans: Sequence[JobPlan], main: Path) -> Archive:
     """The specs, configs and scripts of an experiment's jobs."""
-    # NeMo-Run leaves an empty file for a notebook; to run that would import NeMo-Run for nothing.
+    # NeMo-Run leaves an empty file for a notebook; an array would import NeMo-Run only to run it.
     has_script = main.exists() and main.stat().st_size
     entries = [Entry(f"{JOBS}/__main__.py", main)] if has_script else []
     for planned in sorted(plans, key=lambda plan: plan.job):

@@ -19,7 +19,6 @@ from tests import array_tasks
 _TASKS = """
 import {before}
 import sys
-import textwrap
 
 def says(text):
     print(text, "nemo_run" in sys.modules)
@@ -74,6 +73,10 @@ def says(tmp_path, runs):
     sys.modules.pop("tasks", None)
 
 
+def test_without_a_script_nothing_imports_nemo_run(runs, says):
+    assert runs(says()) == (0, "x False\n")
+
+
 def test_the_script_runs_before_that_makes_a_module_known(runs, says, tmp_path, monkeypatch):
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "known_to_main.py").touch()
@@ -83,10 +86,9 @@ def test_the_script_runs_before_that_makes_a_module_known(runs, says, tmp_path, 
 
 
 def test_the_script_runs_that_has_the_function_and_names_of_any_kind(runs, monkeypatch):
-    main = sys.modules["__main__"]
     monkeypatch.setattr(own, "__module__", "__main__")
-    monkeypatch.setattr(main, "own", own, raising=False)
-    monkeypatch.setattr(main, "__file__", __file__, raising=False)  # NeMo-Run looks at it
+    monkeypatch.setattr("__main__.own", own, raising=False)
+    monkeypatch.setattr("__main__.__file__", __file__, raising=False)  # NeMo-Run looks at it
     text = "from time import time\ndef _run(): ...\ndef own(text): print(text)"
     assert runs(own, main=text) == (0, "x\n")
 
@@ -105,10 +107,9 @@ def test_a_script_that_reads_its_arguments_does_not_end_the_task(runs, says):
 
 
 def test_a_script_that_ends_before_its_function_is_known_is_named(runs, monkeypatch):
-    main = sys.modules["__main__"]
     monkeypatch.setattr(own, "__module__", "__main__")
-    monkeypatch.setattr(main, "own", own, raising=False)
-    monkeypatch.setattr(main, "__file__", __file__, raising=False)  # NeMo-Run looks at it
+    monkeypatch.setattr("__main__.own", own, raising=False)
+    monkeypatch.setattr("__main__.__file__", __file__, raising=False)  # NeMo-Run looks at it
     code, printed = runs(own, main="import helper\ndef own(text): print(text)")
     assert code == 1
     assert '__main__.py", line 1, in <module>' in printed
