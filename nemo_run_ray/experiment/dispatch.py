@@ -88,7 +88,8 @@ _T = TypeVar("_T")
 _RECOVERS_S = 2.0
 #: Seconds that a dispatcher may be about to start before another one is started.
 PENDING_MAX_S = 60.0
-#: Seconds that an allocation of Slurm may take to end when what is left needs more time.
+#: Seconds in which an allocation ends, and the next one continues, after a dispatcher whose jobs
+#: need more time than was left.
 _RENEWAL_S = 120.0
 #: The reason where nobody knows a better one.
 GONE = "the cluster that had it is gone"
@@ -541,14 +542,17 @@ class StopRequests:
 
     @property
     def are_trusted(self) -> bool:
-        """Whether a stop was still sent ``STOP_TRUST_S`` after the cancellation began.
+        """Whether stops were repeated for ``STOP_TRUST_S``.
 
-        From then on a pending attempt counts as stopped: Ray holds it back from its start.
+        From then on Ray has noted them, and will not start an attempt that is pending.
         """
         return max(self._asked_at.values(), default=0.0) - self._began_at >= STOP_TRUST_S
 
 
 def claim(api: JobsApi, submission_id: str, nonce: str) -> None:
-    """Take an id, so that no process can start it any more, unless it is taken already."""
+    """Block the next attempt: submit a job that does nothing under its id, unless the id is taken.
+
+    The attempt before it is given up thereby, and one that is still pending never runs.
+    """
     with suppress(Taken):  # an attempt that began now, or a claim: look again
         api.post(claim_body(submission_id, nonce, CANCELLED))

@@ -395,7 +395,7 @@ class RemoteJob:
             snapshot = Snapshot(is_fresh=True)
             status, row = self._look(snapshot)
             row = row or {}
-            # A claim makes the decision CANCELLED; a pending row may stay in the table.
+            # The claim below makes the decision CANCELLED; a pending row may stay in the table.
             may_run = is_active(row) and not (is_pending(row) and stops.are_trusted)
             if status.state.is_terminal and not may_run:
                 return status, snapshot
@@ -440,7 +440,11 @@ class RemoteJob:
 
     @property
     def elements(self) -> ArrayRows | None:
-        """Counts of an array's elements by state; ``None`` for other jobs."""
+        """Counts of an array's elements by state; ``None`` for other jobs.
+
+        An element that waits at a host for a slot counts as waiting; ``select_elements`` has it
+        among those that run.
+        """
         return self.array_rows(self.status)
 
     def array_rows(self, status: JobStatus) -> ArrayRows | None:
@@ -1032,7 +1036,7 @@ def cancel_one(job: RemoteJob) -> str:
 
 
 def active(rows: JobRows) -> list[str]:
-    """Submission ids of the jobs that run or may start; a pending one with a claim may not."""
+    """Submission ids of what runs or may start; not of one whose next attempt is blocked."""
     given_up = set()
     for name, row in rows.items():
         first, _, number = name.rpartition("@")

@@ -89,13 +89,14 @@ class JobRecord:
     #: Its name on the cluster, and its name in NeMo-Run.
     submission_id: str
     job: str
-    #: ``Cluster.record()`` of its cluster, and Ray's name of the cluster's life that got it.
+    #: ``Cluster.record()`` of its cluster, and the name of Ray's session when the job was sent.
     cluster: Json
     session: str
     #: One of every submission, by whatever process; they tell it from a job that took the same id.
     nonces: list[str]
     exp_dir: Path
-    #: Id of the dispatcher that submits it, or whose attempt it is; empty when the client did.
+    #: Id of the dispatcher that submits it. An attempt of a dispatcher has its dispatch's id, and a
+    #: job that the client submits itself has none.
     dispatcher: str = ""
     is_dispatcher: bool = False
     has_roles: bool = False
@@ -294,16 +295,18 @@ class ExperimentStore:
     def __init__(self, exp_dir: Path) -> None:
         self.exp_dir = exp_dir
         self.ledger = Ledger(exp_dir)
+        #: Each ``Dispatch`` of this process, by its id.
         self.dispatches: Json = {}
         #: Objects of this process that wait for its jobs. As long as there is one, what is seen of
         #: the jobs is recorded.
         self.waiters: set[object] = set()
-        #: Guards what several threads do once, and three things that take longer.
+        #: The first one is held for moments; under the others one thread packs the code, records
+        #: ends, and copies logs.
         self.lock = threading.Lock()
         self.packing = threading.Lock()
         self.recording = threading.Lock()
         self.copying = threading.Lock()
-        #: When this process saw an attempt that did not run, last.
+        #: By attempt, when this process last saw that it did not run yet.
         self.waited_at: dict[str, float] = {}
         #: The jobs that have ended of which everything is copied, or given up.
         self.copied: set[str] = set()

@@ -89,13 +89,13 @@ class Batch:
     def add(self, planned: JobPlan, is_dry: bool) -> None:
         """Take a job, or another plan of it; refuse one that could not be submitted.
 
-        A dry run keeps no archive.
+        A dry run leaves no file of an archive.
         """
         # It refuses a secret that is not set.
         secrets_archive(planned.spec.secrets, "", planned.secret_places)
         is_first = not self.plans or planned.submission_id == next(iter(self.plans))
         if is_first:
-            # The files may have changed since the last dry run, which kept none.
+            # The files may have changed since the last dry run.
             self._code = {}
         code = {role: self._code_archive(own, is_dry) for role, own in planned.packagers.items()}
         for role, task in planned.tasks().items():

@@ -15,13 +15,14 @@ the allocation before ("before"), or the program of the nodes (``remote/slurm/``
     lives/.…        client, before: a folder that is renamed to the next number when it is whole
     lives/3/
         claimed     client: its own name; it has made this folder, and it alone submits the job
-        renewed     before: there is no claimed; this allocation continues the dispatches of 2
+        renewed     before, in place of claimed: it has made this folder; this allocation continues
+                    the dispatches of 2
         users/…     client: one file for each program that uses the allocation
         keep        client: the allocation stays without users; "before" copies users/ and this
         released    client: the last user has left; removed when another one joins; copied too
         ray.sub     client, before: the script of the job
-        sbatch/     client, before: the job was sent to Slurm; a folder is made once, and no second
-                    job is sent. "before" keeps the output of sbatch in it
+        sbatch/     client, before: made before the job is sent to Slurm; it is made once, so no
+                    second job is sent. "before" keeps the output of sbatch in it
         job         client, before, script: Slurm's number of the job
         refused     client, before: the message of sbatch, when Slurm does not take the job
         owner       script: a link to the number of the first job that started in this folder;

@@ -65,7 +65,7 @@ class SlurmAllocation:
     # Seconds since the last change of its folder, by the clocks of two hosts: before it has a job,
     # since it was claimed or a file was added.
     unchanged_s: float = 0.0
-    has_queue: bool = False  # whether Slurm has answered since the folder was changed
+    has_queue: bool = False  # whether Slurm has answered since its files were changed last
     queued: Mapping[str, str] | None = None  # its job as Slurm has it; see on_login._COLUMNS
 
     @property
@@ -125,7 +125,7 @@ class History:
         latest = next((run for run in self.runs if run["table"]), None)
         if latest is None:
             return rows
-        # The newest run may be up by now, whatever was seen a moment ago.
+        # A run is over, also without a recorded end, when there is a newer one.
         is_over = is_up or latest["end"] is not None or latest is not self.runs[0]
         why = latest["end"]["why"] if latest["end"] else ""
         rows.update(rows_of(latest["table"], set(self.kept), latest["written_at"], why, is_over))

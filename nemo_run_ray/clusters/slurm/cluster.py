@@ -78,7 +78,7 @@ class SlurmCluster(Cluster):
     walltime: str | None = None
     #: Commands that run beside Ray on the nodes.
     sidecars: list[Sidecar] = field(default_factory=list)
-    #: Leave it when its last user is done, until ``idle_timeout_s``;
+    #: Let the allocation continue when its last user is done, until ``idle_timeout_s``;
     #: ``nemo-run-ray down --cluster`` ends it.
     keep: bool = False
     #: Seconds without a job after which it ends; ``None`` is never before its walltime.

@@ -101,8 +101,9 @@ class ClusterFolder:
         """The runs whose dispatches continue in one allocation; ``None`` if none is known.
 
         Args:
-            session: Ray's name of a run; the newest allocation that continues its dispatches.
-            number: of the allocation, without a session.
+            session: Ray's name of a run; the newest allocation is taken that continues the run's
+                dispatches.
+            number: of the allocation, if no session is given.
         """
         if session:
             paths = self._lives.glob("*/run/*/session")

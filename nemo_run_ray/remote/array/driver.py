@@ -1,8 +1,9 @@
 """The driver of an array: a Ray program that leases elements to hosts and writes down their ends.
 
-It holds no resources. On every node with room one host runs as many elements as the node can take;
-nodes that join get one, and what a dead host had is leased again when it is proven that nothing of
-it runs. Killed, the driver is started again and continues from its journal.
+It holds no resources. On every node with room, also on one that joins, a host runs as many elements
+as fit; another host starts there when there is more room. What a dead host had is leased again when
+it is proven that nothing of it runs. Killed, the driver is started again and continues from its
+journal.
 
 ``ray`` is imported late; ``HostStarts.free`` asks it for what each node has free.
 """
@@ -451,9 +452,9 @@ class ArrayDriver:
             self._lost(host, str(report.get("words", "it was killed")), cause)
 
     def _lost(self, host: Host, reason: str, cause: Optional[Reason]) -> None:
-        """A host has died, or cannot run elements for a cause: others may, or none can.
+        """Note the loss of a host. Where it could not begin, none is started for a while.
 
-        Where it could not begin, none is started for a while.
+        The array is over when nothing has run and no node that fits can run it.
         """
         node_id, node, now = host.node.node_id, host.node.host, monotonic()
         if cause is None and host.state is not HostState.STARTING:

@@ -184,7 +184,11 @@ class ArrayProgress:
         return None if index < 0 else Record(index, LEASED, host, self.attempts[index] + 1)
 
     def apply(self, record: Record, reason: str = "") -> bool:
-        """Take a record into account; false when the host has not got that attempt."""
+        """Take a record into account.
+
+        Returns:
+            False when the host does not have that attempt, or the element to cancel is over.
+        """
         index, kind, host, attempt, _ = record
         held, state = self.held[host], self.state(index)
         if kind == LEASED:
@@ -268,7 +272,7 @@ class Leases:
     Attributes:
         seconds: how long an element takes: the mean, newer ones weighing more.
         hosts: all that the array has ever had, by their numbers.
-        is_ending: all that runs was told to end: failures are its doing.
+        is_ending: all that runs was told to end, and failures since then do not count.
     """
 
     def __init__(self, spec: ArraySpec, path: str, submission_id: str, folder: str) -> None:
@@ -357,7 +361,7 @@ class Leases:
         The row has its index, attempt, exit code, seconds, how it ended in words, and its result.
         """
         element, attempt, code, seconds, reason = row[:5]
-        if self.is_ending and code:  # another attempt of the array runs it again
+        if self.is_ending and code:  # the array's next attempt may run it
             return self._note(Record(element, GIVEN_BACK, host, attempt))
         name = self._element(element).get("name") if code else ""
         if name:

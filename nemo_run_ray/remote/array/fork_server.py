@@ -6,9 +6,9 @@
 An order is JSON: the element's line of the file, and the path for its ``result``. From a socket it
 comes as one packet, with its ``key``, the variables as ``env`` and the descriptor of the output.
 
-The interpreter runs this file, which imports itself, so that ``__main__`` is empty: there
-NeMo-Run puts what the user's script has defined, and a process that an element starts by ``spawn``
-or ``forkserver`` runs the file of ``__main__`` again.
+``_start`` imports this file as a module and leaves an empty ``__main__``. NeMo-Run puts there what
+the user's script has defined, and a process that an element starts by ``spawn`` or ``forkserver``
+would run the file of ``__main__`` again.
 """
 
 from __future__ import annotations
@@ -168,7 +168,10 @@ def _use_huge_pages() -> None:
 
 
 def _report_ends(channel: socket.socket, running: dict[int, int]) -> None:
-    """Report each element that has ended, then collect it; else the host collects it."""
+    """Report each element that has ended, then collect it.
+
+    If this process is killed in between, the host collects it.
+    """
     for pid, key in list(running.items()):
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if end is not None:

@@ -283,8 +283,8 @@ class HostProcess:
             self._look_at = now + _LOOK_S
             self.end_orphans(now)
         for element in over:
-            # An element has ended when what it has left has. A fork shows the environment of the
-            # fork server as long as it has started no other program.
+            # An element has ended when what it has left has. A process without a mark may be of any
+            # element: a fork shows the fork server's environment until it starts another program.
             if not self._orphan_marks & {mark_of(element.lease), _NO_MARK}:
                 self._running.remove(element)
                 self._ended(element)
@@ -589,7 +589,7 @@ class ForkServer:
                 forks.pop(message["key"]).ended(message["code"])
 
     def died(self) -> List[RunningElement]:
-        """The elements that a process that was collected has not begun, the last one first.
+        """The elements that a dead process was asked for and has not begun, the last one first.
 
         None of them begins any more; those that have begun continue.
         """

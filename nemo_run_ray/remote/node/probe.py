@@ -1,7 +1,7 @@
 """Asks whether a service is ready, without blocking the caller's loop.
 
-A process of its own asks: the loop must not be forked while a thread holds a lock, and must not
-miss a deadline while a server is slow.
+A process of its own asks: in the caller's loop a slow server would delay everything else, and a
+thread might hold a lock when the loop forks.
 """
 
 from __future__ import annotations

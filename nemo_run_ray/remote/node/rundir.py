@@ -45,7 +45,10 @@ def run_dirs(tmpdir: str) -> str:
 
 
 class RunDir:
-    """Paths of one run directory. Nothing is created before ``create``."""
+    """Paths of one run directory. Nothing is created before ``create``.
+
+    A host of a group or an array gives a name of its own for the submission id.
+    """
 
     def __init__(self, submission_id: str, base: str | None = None) -> None:
         self.base = base or run_dirs(tempfile.gettempdir())

@@ -40,7 +40,7 @@ SUPERVISOR_TAG = "NEMO_RUN_RAY_SUPERVISOR"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Seconds between two looks at a process tree that is being ended.
 ROUND_S = 0.05
-#: Name of a process that only ends what another one leaves.
+#: Name of the process by which ``hosts/relay.py`` ends what a host leaves.
 WATCHDOG = "nrr-watchdog"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
@@ -332,7 +332,7 @@ def descendants(root: int = 0) -> list[int]:
 
 
 def kill_tagged(tag: str) -> int:
-    """Kill every process that carries the tag until there is none; the number of those killed."""
+    """Kill every process with the tag, in at most 500 rounds; the number of those killed."""
     mark = f"{TAG}={tag}".encode()
     killed: set[int] = set()
     for _ in range(500):
@@ -357,7 +357,7 @@ def marked(mark: bytes) -> list[int]:
 
 
 def is_watchdog(pid: int) -> bool:
-    """Whether a process is a watchdog, by its name."""
+    """Whether a process is the watchdog of a host, by its name."""
     with suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
         return file.read().strip() == WATCHDOG
     return False
