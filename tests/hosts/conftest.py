@@ -16,16 +16,7 @@ from nemo_run_ray.errors import ClusterError
 from tests import groups
 from tests.conftest import processes_where, wait_for
 from tests.hosts.head import ADDRESS as HEAD
-from tests.hosts.head import (
-    FIRST,
-    REDIS,
-    REDIS_HOST,
-    Head,
-    address_of,
-    bed,
-    namespace_of,
-    share,
-)
+from tests.hosts.head import FIRST, REDIS, REDIS_HOST, Head, address_of, bed, namespace_of, share
 
 TOKEN = "a5" * 32
 #: n1 to n3 are Ray's, n4 has the Redis, and n5 is a user's own machine.

@@ -55,10 +55,7 @@ def main(url: str, title: str, folder: Path) -> None:
                 service = RayExecutor(**common, **GPU, **ready, role="server", service=True)
                 client = RayExecutor(**common, **CPU, role="client")
                 ids["serve"] = experiment.add(
-                    [server, script],
-                    executor=[service, client],
-                    name="serve",
-                    dependencies=after,
+                    [server, script], executor=[service, client], name="serve", dependencies=after
                 )
             else:
                 ids[step.name] = experiment.add(

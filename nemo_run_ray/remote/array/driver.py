@@ -441,7 +441,7 @@ class ArrayDriver:
                 host.state, host.end_by = HostState.LEAVING, monotonic() + _END_MARGIN_S
             else:
                 self._drop(host)  # its notes stay
-        elif kind == "gone" and host.state is HostState.LEAVING:
+        elif kind == "gone" and report["has_ended"]:  # it has left
             self._drop(host)
         else:  # ``unprepared``, ``failed``, ``gone`` or ``died``
             cause = Reason.NOT_STARTED if kind == "unprepared" else report.get("cause")
@@ -449,9 +449,9 @@ class ArrayDriver:
                 self._drop(host)  # it never came up
             else:
                 self._give_up(host)
-            self._lost(host, str(report.get("words", "it was killed")), cause)
+            self._note_loss(host, str(report.get("words", "it was killed")), cause)
 
-    def _lost(self, host: Host, reason: str, cause: Optional[Reason]) -> None:
+    def _note_loss(self, host: Host, reason: str, cause: Optional[Reason]) -> None:
         """Note the loss of a host. Where it could not begin, none is started for a while.
 
         The array is over when nothing has run and no node that fits can run it.

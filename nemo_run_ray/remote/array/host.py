@@ -18,7 +18,7 @@ The reports, by whom they are made, and what the driver does::
     ended       this process            notes the element's end in the journal
     idle        this process            lets the elements wait that have not ended; orders leave
     failed      ``hosts/relay.py``      gives it up: an error has ended this process
-    gone        the actor's ``Relay``   drops it after leave, and else gives it up: it was killed
+    gone        the actor's ``Relay``   drops it if it has left, and else gives it up: it was killed
     died        ``hosts/actors.py``     gives it up: the actor is dead; drops one that never came up
 
 A dropped host is done with. What one that was given up has left is ended first, by ``notes.py``.
@@ -184,12 +184,12 @@ class HostProcess:
             self._waiting = deque(row for row in self._waiting if row[0] not in wanted)
             for element in self._running:
                 if element.lease in wanted:
-                    element.end_by(kill_at)
+                    element.terminate(kill_at)
         elif kind == "end":
             self._waiting.clear()  # the driver knows what has not been reported
             self._may_begin, self._is_ending = False, True
             for element in self._running:
-                element.end_by(kill_at)
+                element.terminate(kill_at)
         elif kind == "leave":
             self._is_leaving = True
 
@@ -494,7 +494,7 @@ class RunningElement:
         """Whether it is being ended, or has ended and is not reported yet."""
         return self._kill_at < math.inf or self.code is not None
 
-    def end_by(self, kill_at: float) -> None:
+    def terminate(self, kill_at: float) -> None:
         """Send SIGTERM, now or when its process is known; it is killed at ``kill_at``."""
         if self._kill_at == math.inf:
             self._kill_at = kill_at

@@ -158,7 +158,8 @@ class Relay:
                 RunDir(self._run_dir).remove()
         if not is_expected:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._keep(json.dumps({"at": "gone", "left": killed}).encode())
+            report = {"at": "gone", "left": killed, "has_ended": last == OVER}
+            self._keep(json.dumps(report).encode())
         self._gone.set()
 
     def _keep(self, report: bytes) -> None:

@@ -234,7 +234,7 @@ def test_a_further_host_that_cannot_begin_is_no_end_of_one_that_runs(cluster, ho
     assert cluster.driver.broken is not None
 
 
-@pytest.mark.parametrize("end", ["gone", "stuck"])
+@pytest.mark.parametrize("end", ["left", "killed", "stuck"])
 def test_a_host_that_does_not_leave_is_swept(cluster, end):
     (host,) = cluster.on("n1")
     cluster.ready(host)
@@ -242,11 +242,11 @@ def test_a_host_that_does_not_leave_is_swept(cluster, end):
     cluster.look()
     cluster.tells(host, at="idle")
     assert (host.state, cluster.actors.orders[-1][1]) == (HostState.LEAVING, {"do": "leave"})
-    if end == "gone":
-        cluster.tells(host, at="gone")
+    if end != "stuck":
+        cluster.tells(host, at="gone", has_ended=end == "left")
     cluster.look(later_s=31)
     assert host.actor in cluster.ray.killed
-    assert (host.number in cluster.driver.dead) is (end == "stuck")
+    assert (host.number in cluster.driver.dead) is (end != "left")
 
 
 def test_what_a_dead_node_had_waits_until_the_node_itself_has_noticed(cluster):
