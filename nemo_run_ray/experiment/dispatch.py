@@ -541,7 +541,7 @@ class StopRequests:
             self._asked_at[submission_id] = now
 
     @property
-    def are_trusted(self) -> bool:
+    def were_repeated(self) -> bool:
         """Whether stops were repeated for ``STOP_TRUST_S``.
 
         From then on Ray has noted them, and will not start an attempt that is pending.

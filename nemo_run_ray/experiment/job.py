@@ -396,7 +396,7 @@ class RemoteJob:
             status, row = self._look(snapshot)
             row = row or {}
             # The claim below makes the decision CANCELLED; a pending row may stay in the table.
-            may_run = is_active(row) and not (is_pending(row) and stops.are_trusted)
+            may_run = is_active(row) and not (is_pending(row) and stops.were_repeated)
             if status.state.is_terminal and not may_run:
                 return status, snapshot
             api = self.api()

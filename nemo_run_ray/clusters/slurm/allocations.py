@@ -65,7 +65,7 @@ class SlurmAllocation:
     # Seconds since the last change of its folder, by the clocks of two hosts: before it has a job,
     # since it was claimed or a file was added.
     unchanged_s: float = 0.0
-    has_queue: bool = False  # whether Slurm has answered since its files were changed last
+    slurm_answered: bool = False  # whether Slurm has answered since its files were changed last
     queued: Mapping[str, str] | None = None  # its job as Slurm has it; see on_login._COLUMNS
 
     @property
@@ -82,7 +82,7 @@ class SlurmAllocation:
     @property
     def is_lost(self) -> bool:
         """Whether Slurm has its job no more."""
-        return bool(self.job) and self.has_queue and self.queued is None
+        return bool(self.job) and self.slurm_answered and self.queued is None
 
     @property
     def asks_for_next(self) -> bool:
@@ -99,7 +99,7 @@ class SlurmAllocation:
         if self.is_queued:
             return True
         # Exit code 143 may be a requeue; the next answer of squeue tells.
-        return self.end.code == 143 and (self.queued is not None or not self.has_queue)
+        return self.end.code == 143 and (self.queued is not None or not self.slurm_answered)
 
 
 @dataclass(frozen=True)

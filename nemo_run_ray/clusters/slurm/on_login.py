@@ -76,7 +76,7 @@ class ClusterFolder:
             found["head"], found["end"] = _json(f"{run}/ready.json"), _json(f"{run}/end.json")
             found["ended_s"] = time.time() - end_at if end_at else 0.0
         queue = self._queue(pause_s, changed_at)
-        found["has_queue"] = queue is not None
+        found["slurm_answered"] = queue is not None
         for row in _jobs_of(path, queue)[:1]:
             # Perhaps no client got sbatch's answer.
             found["queued"], found["job"] = row, row["number"]

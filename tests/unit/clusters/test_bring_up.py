@@ -281,5 +281,5 @@ def test_slurm_is_asked_by_all_clients_together_and_after_a_change_anew(world, m
     assert asked() == 2
     world.end(1, "it is over")
     (world.slurm / "away").touch()
-    assert [one.look().has_queue for one in (allocations, other)] == [False, False]
+    assert [one.look().slurm_answered for one in (allocations, other)] == [False, False]
     assert asked() == 3, "an answer that did not come is not asked for at once"
