@@ -441,7 +441,7 @@ class ArrayDriver:
                 host.state, host.end_by = HostState.LEAVING, monotonic() + _END_MARGIN_S
             else:
                 self._drop(host)  # its notes stay
-        elif kind == "gone" and report["has_ended"]:  # it has left
+        elif kind == "gone" and host.state is HostState.LEAVING and not report["was_killed"]:
             self._drop(host)
         else:  # ``unprepared``, ``failed``, ``gone`` or ``died``
             cause = Reason.NOT_STARTED if kind == "unprepared" else report.get("cause")

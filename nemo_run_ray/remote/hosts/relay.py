@@ -158,7 +158,7 @@ class Relay:
                 RunDir(self._run_dir).remove()
         if not is_expected:
             shutil.rmtree(self._folder, ignore_errors=True)
-            report = {"at": "gone", "left": killed, "has_ended": last == OVER}
+            report = {"at": "gone", "left": killed, "was_killed": last != OVER}
             self._keep(json.dumps(report).encode())
         self._gone.set()
 

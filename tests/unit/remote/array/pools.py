@@ -124,7 +124,7 @@ class Cluster:
             self.tells(host, at="prepared")
 
     def dies(self, host: Host) -> None:
-        self.tells(host, at="gone", has_ended=False)
+        self.tells(host, at="gone", was_killed=True)
         self.look()
 
     def sweep(self, *hosts: Host, ended: Any = (), begun: Any = ()) -> None:
@@ -188,5 +188,5 @@ class Drive:
                 if order["do"] == "end":
                     self.cluster.tells(host, at="idle")
                 if order["do"] == "leave":
-                    self.cluster.tells(host, at="gone", has_ended=True)
+                    self.cluster.tells(host, at="gone", was_killed=False)
         yield from ()

@@ -243,8 +243,8 @@ def test_a_host_that_does_not_leave_is_swept(cluster, end):
     cluster.tells(host, at="idle")
     assert (host.state, cluster.actors.orders[-1][1]) == (HostState.LEAVING, {"do": "leave"})
     if end != "stuck":
-        cluster.tells(host, at="gone", has_ended=end == "left")
-    cluster.look(later_s=31)
+        cluster.tells(host, at="gone", was_killed=end == "killed")
+    cluster.look(later_s=31 if end == "stuck" else 0)
     assert host.actor in cluster.ray.killed
     assert (host.number in cluster.driver.dead) is (end != "left")
 

@@ -124,19 +124,20 @@ def test_a_host_that_leaves_removes_its_notes_and_its_run_directory_unless_that_
     host.shell("true", keep_run_dir=is_kept)
     (notes,) = host.root.parent.glob("*.notes")
     host.order({"do": "leave"})
-    assert host.until("gone")["has_ended"]
+    assert not host.until("gone")["was_killed"]
     assert not notes.exists()
     assert host.root.exists() is is_kept
     shutil.rmtree(host.root, ignore_errors=True)
 
 
-def test_a_host_that_is_killed_before_it_leaves_has_not_ended(host):
+def test_a_host_that_is_killed_before_it_leaves_is_reported_as_killed(host):
     host.shell("true")
     process, _ = host.supervisors()
     os.kill(process, signal.SIGSTOP)
     host.order({"do": "leave"})
     os.kill(process, signal.SIGKILL)
-    assert not host.until("gone")["has_ended"]
+    assert host.until("gone")["was_killed"]
+    assert list(host.root.parent.glob("*.notes"))
 
 
 def test_what_an_element_starts_in_a_session_of_its_own_goes_on_while_it_runs(host, tmp_path):
