@@ -88,8 +88,7 @@ _T = TypeVar("_T")
 _RECOVERS_S = 2.0
 #: Seconds that a dispatcher may be about to start before another one is started.
 PENDING_MAX_S = 60.0
-#: Seconds in which an allocation ends, and the next one continues, after a dispatcher whose jobs
-#: need more time than was left.
+#: Seconds that an allocation of Slurm may take to end when what is left needs more time.
 _RENEWAL_S = 120.0
 #: The reason where nobody knows a better one.
 GONE = "the cluster that had it is gone"
@@ -541,18 +540,19 @@ class StopRequests:
             self._asked_at[submission_id] = now
 
     @property
-    def were_repeated(self) -> bool:
-        """Whether stops were repeated for ``STOP_TRUST_S``.
+    def end_pending(self) -> bool:
+        """Whether a pending attempt counts as stopped.
 
-        From then on Ray has noted them, and will not start an attempt that is pending.
+        It does when a stop was sent ``STOP_TRUST_S`` after the cancellation began: Ray is trusted
+        then to end the attempt as soon as it starts.
         """
         return max(self._asked_at.values(), default=0.0) - self._began_at >= STOP_TRUST_S
 
 
 def claim(api: JobsApi, submission_id: str, nonce: str) -> None:
-    """Block the next attempt: submit a job that does nothing under its id, unless the id is taken.
+    """Submit a job that does nothing under an id, so that nothing else can start under it.
 
-    The attempt before it is given up thereby, and one that is still pending never runs.
+    An id that is taken is left as it is. A pending attempt before a claim counts as given up.
     """
     with suppress(Taken):  # an attempt that began now, or a claim: look again
         api.post(claim_body(submission_id, nonce, CANCELLED))

@@ -396,7 +396,7 @@ class RemoteJob:
             status, row = self._look(snapshot)
             row = row or {}
             # The claim below makes the decision CANCELLED; a pending row may stay in the table.
-            may_run = is_active(row) and not (is_pending(row) and stops.were_repeated)
+            may_run = is_active(row) and not (is_pending(row) and stops.end_pending)
             if status.state.is_terminal and not may_run:
                 return status, snapshot
             api = self.api()
@@ -1036,7 +1036,7 @@ def cancel_one(job: RemoteJob) -> str:
 
 
 def active(rows: JobRows) -> list[str]:
-    """Submission ids of what runs or may start; not of one whose next attempt is blocked."""
+    """Submission ids of what runs or may start; not of a pending one whose next id is claimed."""
     given_up = set()
     for name, row in rows.items():
         first, _, number = name.rpartition("@")

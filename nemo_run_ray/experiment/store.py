@@ -295,7 +295,7 @@ class ExperimentStore:
     def __init__(self, exp_dir: Path) -> None:
         self.exp_dir = exp_dir
         self.ledger = Ledger(exp_dir)
-        #: Each ``Dispatch`` of this process, by its id.
+        #: Each ``Dispatch`` of a dispatcher, by its id.
         self.dispatches: Json = {}
         #: Objects of this process that wait for its jobs. As long as there is one, what is seen of
         #: the jobs is recorded.
@@ -306,7 +306,7 @@ class ExperimentStore:
         self.packing = threading.Lock()
         self.recording = threading.Lock()
         self.copying = threading.Lock()
-        #: By attempt, when this process last saw that it did not run yet.
+        #: By attempt, when this process last saw that it did not run.
         self.waited_at: dict[str, float] = {}
         #: The jobs that have ended of which everything is copied, or given up.
         self.copied: set[str] = set()
