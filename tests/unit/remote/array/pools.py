@@ -124,7 +124,7 @@ class Cluster:
             self.tells(host, at="prepared")
 
     def dies(self, host: Host) -> None:
-        self.tells(host, at="gone", was_killed=True)
+        self.tells(host, at="gone", was_killed=False)  # and it was not told to leave
         self.look()
 
     def sweep(self, *hosts: Host, ended: Any = (), begun: Any = ()) -> None:
