@@ -65,7 +65,7 @@ class SlurmAllocation:
     # Seconds since the last change of its folder, by the clocks of two hosts: before it has a job,
     # since it was claimed or a file was added.
     unchanged_s: float = 0.0
-    # Whether Slurm has answered since its files job, ready.json and end.json changed last.
+    # Whether Slurm has answered since the allocation's job, ready.json and end.json changed last.
     slurm_answered: bool = False
     queued: Mapping[str, str] | None = None  # its job as Slurm has it; see on_login._COLUMNS
 
