@@ -736,6 +736,7 @@ class RemoteJob:
                     raise
                 time.sleep(_LOOK_AGAIN_S)
                 continue
+            before = number
             while number < status.attempt:
                 number += 1
                 is_over = partial(self._is_over, number)
@@ -745,7 +746,8 @@ class RemoteJob:
                     yield self._read(number, at_once=True)
             if status.state.is_terminal or not is_followed or self.never_starts(status):
                 break
-            time.sleep(_LOOK_AGAIN_S)
+            if number == before:  # else the status is from before the log
+                time.sleep(_LOOK_AGAIN_S)
         if number == 0:
             raise JobError(f"There is no log: {status.message}")
 

@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_run_ray.errors import StreamCut, Unanswered, Unauthorised
-from nemo_run_ray.experiment.logs import (
-    LINE_MAX_CHARS,
-    attempt_mark,
-    follow,
-    lines,
-    output_of,
-)
+from nemo_run_ray.experiment.logs import LINE_MAX_CHARS, attempt_mark, follow, lines, output_of
 from nemo_run_ray.remote.end_record import end_mark
 
 _MARK = end_mark("0123456789")

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,7 @@ from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import job as history
 from nemo_run_ray.experiment.dispatch import Snapshot
-from nemo_run_ray.experiment.store import (
-    UNKEPT,
-    Kept,
-    store_of,
-)
+from nemo_run_ray.experiment.store import UNKEPT, Kept, store_of
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.spec import NONCE_KEY
 from nemo_run_ray.remote.status import CLAIM_KEY, JobState, attempt_id
@@ -168,6 +165,14 @@ def test_a_second_file_is_written_where_its_folder_belongs_on_this_machine(tmp_p
     (tmp_path / "output" / "file").touch()
     Kept(tmp_path, "e.gen", f"{tmp_path}/output/file/main_gen").keep_log(["words\n"])
     assert "The log is not written to" in caplog.text
+
+
+def test_a_log_that_is_followed_ends_with_its_job(ray, unique, monkeypatch):
+    (job,) = Submitted(ray, unique, "job").jobs.values()
+    succeeds = partial(ray.rows[job.id].update, status="SUCCEEDED")
+    monkeypatch.setattr(history, "follow", lambda *_: iter([succeeds() or "words\n"]))
+    monkeypatch.setattr(history, "_LOOK_AGAIN_S", -1)  # a pause fails
+    assert "".join(job.log(follow=True)) == "words\n"
 
 
 def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):
