@@ -141,9 +141,7 @@ def test_the_disk_has_a_lease_before_a_host_hears_of_it(cluster, tmp_path, monke
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_no_element_is_started_until_the_disk_has_it(
-    cluster, drive, monkeypatch, capfd, is_cancelled
-):
+def test_no_element_starts_until_the_disk_has_it(cluster, drive, monkeypatch, capfd, is_cancelled):
     (host,) = cluster.on("n1")
     cluster.ready(host)
     commit = LinesFile.commit
@@ -287,6 +285,13 @@ def host(cluster) -> Host:
     return found
 
 
+def test_a_host_leaves_between_two_looks_when_the_last_element_has_ended(cluster, drive, host):
+    drive._pass = lambda: cluster.end_all(host)  # the clock stands still
+    for _ in range(3):
+        cluster.driver._turn()
+    assert not cluster.driver.hosts
+
+
 def test_a_cancelled_array_waits_for_what_a_dead_host_has_left(cluster, drive, host):
     cluster.dies(host)
     drive.cancel()
@@ -326,9 +331,7 @@ def test_a_cancel_while_the_heads_disk_is_full_says_so(cluster, drive, host, mon
     assert "cannot write its journal ([Errno 28] No space" in capfd.readouterr().out
 
 
-def test_an_array_whose_ends_the_disk_does_not_take_ends_with_that(
-    cluster, drive, host, monkeypatch
-):
+def test_an_array_whose_ends_the_disk_does_not_take_fails(cluster, drive, host, monkeypatch):
     cluster.end_all(host)
     monkeypatch.setattr(LinesFile, "commit", full_disk)
     words = "the head could not write the array's journal for 300 s: [Errno 28] No space"
@@ -338,9 +341,7 @@ def test_an_array_whose_ends_the_disk_does_not_take_ends_with_that(
     assert cluster.runner.left_on == ()
 
 
-def test_when_the_journal_takes_nothing_nothing_is_started_and_the_notes_stay(
-    cluster, drive, host, monkeypatch
-):
+def test_with_a_full_disk_nothing_is_started_and_notes_stay(cluster, drive, host, monkeypatch):
     told: list[str] = []
     order = cluster.actors.order
     monkeypatch.setattr(
