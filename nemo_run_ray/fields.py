@@ -52,7 +52,8 @@ _HIDDEN = ("env_vars", "secrets")
 class Allowed(BaseModel):
     """The types of an object's fields; a field with a description is refused with it."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    # Built at its first check: to build all of them is a third of this package's import.
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def check(cls, owner: str, values: Mapping[str, Any]) -> None:
