@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -47,17 +48,21 @@ _SET_BY_NEMO_RUN = ("experiment_id", "job_dir", "resource_group", "given_fields"
 _TELLING = {"cpu", "gpu", "memory", "node", "label", "image", "port", "secret", "time"}
 #: Fields whose values may be credentials, and are never shown.
 _HIDDEN = ("env_vars", "secrets")
+#: Pydantic 2.11 to 2.13 accept wrong values while another thread builds the model.
+_BUILDING = threading.Lock()
 
 
 class Allowed(BaseModel):
     """The types of an object's fields; a field with a description is refused with it."""
 
-    # Built at its first check: to build all of them is a third of this package's import.
+    # Each model is built at its first check: to build all takes a third of this package's import.
     model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def check(cls, owner: str, values: Mapping[str, Any]) -> None:
         """Refuse the first wrong value of the fields of an owner."""
+        with _BUILDING:
+            cls.model_rebuild()
         try:
             cls.model_validate(values)
         except ValidationError as error:
