@@ -746,7 +746,7 @@ class RemoteJob:
                     yield self._read(number, at_once=True)
             if status.state.is_terminal or not is_followed or self.never_starts(status):
                 break
-            if number == before:  # else the status is from before the log
+            if number == before:  # after a log was followed, the status is out of date: no pause
                 time.sleep(_LOOK_AGAIN_S)
         if number == 0:
             raise JobError(f"There is no log: {status.message}")

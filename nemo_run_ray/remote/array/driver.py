@@ -308,7 +308,7 @@ class ArrayDriver:
             self._stop()
         is_settled = self._is_stopped or self._progress.ended_count == self._progress.count
         if is_settled and self._settled_at is None:
-            self._settled_at = self._look_at = now  # hosts end at once, not at a later look
+            self._settled_at = self._look_at = now  # the next turn looks, and ends idle hosts
         if not self._is_stopped:
             self.lease()
         self._show()

@@ -285,8 +285,8 @@ def host(cluster) -> Host:
     return found
 
 
-def test_a_host_leaves_between_two_looks_when_the_last_element_has_ended(cluster, drive, host):
-    drive._pass = lambda: cluster.end_all(host)  # the clock stands still
+def test_a_host_leaves_at_once_when_the_last_element_has_ended(cluster, drive, host):
+    drive._pass = lambda: cluster.end_all(host)  # a turn takes no second here
     for _ in range(3):
         cluster.driver._turn()
     assert not cluster.driver.hosts
@@ -331,7 +331,7 @@ def test_a_cancel_while_the_heads_disk_is_full_says_so(cluster, drive, host, mon
     assert "cannot write its journal ([Errno 28] No space" in capfd.readouterr().out
 
 
-def test_an_array_whose_ends_the_disk_does_not_take_fails(cluster, drive, host, monkeypatch):
+def test_an_array_fails_when_the_disk_stays_full(cluster, drive, host, monkeypatch):
     cluster.end_all(host)
     monkeypatch.setattr(LinesFile, "commit", full_disk)
     words = "the head could not write the array's journal for 300 s: [Errno 28] No space"
