@@ -6,7 +6,6 @@ thread might hold a lock when the loop forks.
 
 from __future__ import annotations
 
-import http.client
 import os
 import select
 import signal
@@ -43,6 +42,9 @@ class Probing:
         env: Env,
         cwd: str | None = None,
     ) -> None:
+        import http.client  # 2 MiB, which a process without a probe does not need
+
+        self._http = http.client
         self._spec, self._address, self._env, self._cwd = spec, address, env, cwd
         self._port = ports[spec.port] if isinstance(spec.port, str) else spec.port
         where = f"[{address}]:{self._port}" if ":" in address else f"{address}:{self._port}"
@@ -113,13 +115,13 @@ class Probing:
                 return f"{question} ended with exit code {code}" if code else ""
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_TRY_S)
-            connection = http.client.HTTPConnection(self._address, self._port)
+            connection = self._http.HTTPConnection(self._address, self._port)
             connection.connect()
             if spec.kind == "port":
                 return ""
             connection.request("GET", spec.path)
             status = connection.getresponse().status
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, self._http.HTTPException) as error:
             if spec.kind == "command":
                 return f"{question} cannot be started: {error}"
             hint = ""
