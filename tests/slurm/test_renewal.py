@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -57,9 +58,9 @@ def test_what_is_left_goes_on_in_the_next_allocation(allocations: Allocations):
     assert (posted["submission_id"], posted["entrypoint"]) == ("d@2", "python -m x d@2")
     second = allocations.life(2)
     assert os.listdir(second / "users") == os.listdir(first / "users"), "they wait for it"
-    assert not remembered.archive(session).continues
     (number,) = allocations.jobs("RUNNING")
     assert number == (second / "job").read_text().strip()
+    assert f"chains continue in Slurm job {number}" in remembered.archive(session).reason
     cluster._leave()
     assert os.listdir(second / "users") == []
 
@@ -77,7 +78,7 @@ def test_without_progress_there_is_no_next_one(allocations: Allocations):
     assert "no job has run for 3 s" in json.loads(end.read_text())["why"]
 
 
-#: Hands a chain of six over and ends, or waits for it; each job writes down that it began.
+#: Submits a chain of six and leaves, or waits for it; each job writes down that it began.
 _CHAIN = """
 import sys
 import nemo_run as run
@@ -85,23 +86,24 @@ from nemo_run_ray import RayExecutor, SlurmCluster
 slurm = run.SlurmExecutor(account="root", nodes=1, time="00:02:00", setup_lines=sys.argv[2],
                           tunnel=run.LocalTunnel(job_dir=sys.argv[1]))
 cluster = SlurmCluster(executor=slurm, renew=True)
-fields = {"time_s": 28} if sys.argv[3] == "knows" else {"retries": 1}
+leaves = sys.argv[3] == "leaves"
+fields = {"retries": 1} if leaves else {"time_s": 28}
 with run.Experiment("long", executor=RayExecutor(cluster=cluster, **fields)) as experiment:
     before = []
     for number in range(1, 7):
         line = f"echo job {number}; echo {number} >> {sys.argv[1]}/began; sleep 20"
         before = [experiment.add(run.Script(inline=line), name=f"job{number}", dependencies=before)]
-    experiment.run(detach=sys.argv[3] != "knows")
+    experiment.run(detach=leaves)
 """
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("time", ["knows", "does not know"])
-def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_path, time):
-    """Its client was killed after the first job, or has left; looks during the renewal see no loss.
+@pytest.mark.parametrize("client", ["stays", "is killed", "leaves"])
+def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_path, client):
+    """Neither its client nor a look sees a loss during the renewals.
 
-    Where it knows how long a job takes, every job runs once; else each walltime may cut one off,
-    which is tried again.
+    Where it knows how long a job takes, every job runs once; else, for the client that leaves, each
+    walltime may cut one off, which is tried again.
     """
     env = {**os.environ, "NEMORUN_HOME": str(tmp_path / "home")}
     env["PATH"] = env["PATH"].removeprefix(f"{BIN}:")  # Slurm's own srun, which has no pyxis
@@ -114,14 +116,16 @@ def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_
         assert found.returncode == 0, found.stdout + found.stderr
         return found.stdout
 
-    words = [sys.executable, "-c", _CHAIN, str(allocations.folder), setup, time]
-    if time == "knows":
-        file = allocations.folder / "began"
-        with subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL) as client:
-            wait_for(lambda: file.exists() and file.read_text().split() == ["1", "2"], 120)
-            client.kill()
-    else:
-        done(*words)
+    words = [sys.executable, "-c", _CHAIN, str(allocations.folder), setup, client]
+    with open(tmp_path / "out", "w") as out:
+        process = subprocess.Popen(words, env=env, cwd=tmp_path, stdout=out)
+    allocations.clients.append(process)
+    if client == "leaves":
+        assert process.wait(240) == 0
+    file = allocations.folder / "began"
+    wait_for(lambda: file.exists() and (client != "is killed" or "2" in file.read_text()), 240)
+    if client == "is killed":
+        process.kill()
     command = str(Path(sys.executable).parent / "nemo-run-ray")
     deadline = monotonic() + 600
     seen = set()
@@ -135,13 +139,15 @@ def test_a_chain_that_is_longer_than_the_walltime(allocations: Allocations, tmp_
         sleep(3)
     assert states == ["SUCCEEDED"] * 6, rows
     assert "LOST" not in seen
+    assert process.wait(60) == (-signal.SIGKILL if client == "is killed" else 0)
+    assert "LOST" not in (tmp_path / "out").read_text()
     began = (allocations.folder / "began").read_text().split()
     tries = {row["job"].removeprefix("job"): len(row["attempts"]) for row in rows}
     assert began == [number for number in "123456" for _ in range(tries[number])]
     lives = sorted(path.name for path in (allocations.folder / "ray" / "lives").iterdir())
     assert len(lives) > 1
     cut_off = [attempt["reason"] for row in rows for attempt in row["attempts"][:-1]]
-    assert not cut_off if time == "knows" else len(cut_off) < len(lives), (rows, lives)
+    assert len(cut_off) < len(lives) if client == "leaves" else not cut_off, (rows, lives)
     assert set(cut_off) <= {Reason.ALLOCATION.value}, "nothing else is tried again"
     for number in "123456":
         log = done(command, "logs", "long", "--job", f"job{number}")

@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -107,9 +107,10 @@ class SlurmAllocation:
 class History:
     """The runs whose dispatches continue in the newest of them, as ``on_login`` answers."""
 
-    numbers: Sequence[int] = ()  # of their allocations, the newest one first
-    runs: Sequence[Json] = ()  # the newest one first
-    kept: Sequence[str] = ()  # first ids of the dispatchers and jobs of all kept dispatches
+    numbers: Sequence[int]  # of their allocations, the newest one first
+    runs: Sequence[Json]  # the newest one first
+    kept: Sequence[str]  # first ids of the dispatchers and jobs of all kept dispatches
+    newest: SlurmAllocation  # of the cluster, seen after the runs
 
     def rows(self, session: str = "", is_up: bool = False) -> JobRows:
         """The rows of the dispatches in all the runs, and all rows of one run.
@@ -150,7 +151,7 @@ class Allocations:
         self.is_used = False
         self._seen: tuple[float, SlurmAllocation | None] = (float("-inf"), None)
         #: Histories by the question for them, with the time of the answer.
-        self._histories: dict[tuple[str, int], tuple[float, History]] = {}
+        self._histories: dict[tuple[str, int], tuple[float, History | None]] = {}
 
     def path(self, number: int) -> str:
         return f"{self.folder}/lives/{number}"
@@ -187,11 +188,8 @@ class Allocations:
         Raises:
             ClusterError: the host cannot be asked.
         """
-        allocation, row = None, self.ask("look", pause_s=PAUSE_S)
-        if row is not None:
-            for name, kind in (("head", HeadAddress), ("end", RunEnd)):
-                row[name] = row.get(name) and kind(**row[name])
-            allocation = SlurmAllocation(**row)
+        row = self.ask("look", pause_s=PAUSE_S)
+        allocation = row and _allocation(row)
         self._seen = monotonic(), allocation
         return allocation
 
@@ -219,14 +217,15 @@ class Allocations:
     # ------------------------------------------------------------------ archives
 
     def archive(self, session: str) -> ClusterArchive | None:
-        """The archive of a run, with those of the runs that continue its dispatches."""
-        newest = None
-        with suppress(NemoRunRayError):
-            newest = self.newest()
+        """The archive of a run, with those of the runs that continue its dispatches.
+
+        Raises:
+            ClusterError: the host cannot be asked.
+        """
         history = self._history(session=session)
-        if not history.runs:
+        if history is None:
             return None
-        reason, continues = _reason(newest, history)
+        reason, continues = _reason(history)
         return ClusterArchive(reason, history.rows(session), partial(self._log, history), continues)
 
     def earlier(self, allocation: SlurmAllocation) -> ClusterArchive:
@@ -238,18 +237,18 @@ class Allocations:
         if not allocation.is_renewal and allocation.run.endswith(".0"):
             return ClusterArchive()
         history = self._history(number=allocation.number)
+        assert history
         before = [run for run in history.runs if not run["folder"].endswith(allocation.run)]
         history = replace(history, runs=before)
         return ClusterArchive(rows=history.rows(is_up=True), log=partial(self._log, history))
 
-    def _history(self, session: str = "", number: int = 0) -> History:
+    def _history(self, session: str = "", number: int = 0) -> History | None:
         """A history, which may be large: it is read again when a session's may have changed."""
         key = session, number
-        at, history = self._histories.get(key, (float("-inf"), History()))
-        if monotonic() - at >= _TRUST_S and not (number and history.runs):
-            with nullcontext() if number else suppress(NemoRunRayError):
-                row = self.ask("history", session=session, number=number)
-                history = history if row is None else History(**row)
+        at, history = self._histories.get(key, (float("-inf"), None))
+        if monotonic() - at >= _TRUST_S and not (number and history):
+            row = self.ask("history", session=session, number=number, pause_s=PAUSE_S)
+            history = row and History(**{**row, "newest": _allocation(row["newest"])})
             self._histories[key] = monotonic(), history
         return history
 
@@ -271,15 +270,23 @@ class Allocations:
         return None
 
 
-def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool]:
+def _allocation(row: Json) -> SlurmAllocation:
+    """An allocation as ``on_login`` answers it."""
+    for name, kind in (("head", HeadAddress), ("end", RunEnd)):
+        row[name] = row.get(name) and kind(**row[name])
+    return SlurmAllocation(**row)
+
+
+def _reason(history: History) -> tuple[str, bool]:
     """Explain why runs are over, and say whether their dispatches may continue."""
 
     def why(run: Json) -> str:
         job = os.path.basename(run["folder"]).partition(".")[0]
         return f"its Slurm job {job} has ended" + (f": {run['end']['why']}" if run["end"] else "")
 
-    last, problem = history.runs[0], ""
-    if newest is not None and newest.number in history.numbers:
+    newest, last, problem = history.newest, history.runs[0], ""
+    # One that was made after the runs were read continues them too.
+    if newest.number - newest.is_renewal in history.numbers:
         ended = _last_before(newest, history)
         if ended is not None:
             job = f"Slurm job {newest.job}"
@@ -293,14 +300,14 @@ def _reason(newest: SlurmAllocation | None, history: History) -> tuple[str, bool
 
 
 def _last_before(newest: SlurmAllocation, history: History) -> Json | None:
-    """The last run before the one that is to come up next; ``None`` if none is to come up."""
+    """The last run before the one that is to come up next, or just came; ``None`` if none is."""
     if newest.asks_for_next or (history.kept and newest.may_start_again):
         return history.runs[0]  # the newest run has ended, and the next one has not begun
     # A script that claimed the allocation may have died before it had a job.
     waited_s = newest.unchanged_s
     is_abandoned = newest.is_renewal and not newest.job and waited_s >= RENEWAL_S + _ASKING_S
-    if newest.head or newest.why_over or newest.is_lost or is_abandoned:
-        return None  # it is up already, or never will be
+    if newest.why_over or newest.is_lost or is_abandoned:
+        return None
     # The newest allocation is on its way. If its run has begun, that is the one to come up.
     before = (
         run for run in history.runs if not newest.run or not run["folder"].endswith(newest.run)

@@ -97,13 +97,15 @@ class ClusterFolder:
             write_file(path, json.dumps({"at": time.time(), "of": changed_at, "rows": rows}))
         return rows
 
-    def history(self, session: str, number: int) -> Row | None:
-        """The runs whose dispatches continue in one allocation; ``None`` if none is known.
+    def history(self, session: str, number: int, pause_s: float) -> Row | None:
+        """The runs whose dispatches continue in one allocation, and the newest allocation of all;
+        ``None`` if none is known.
 
         Args:
             session: Ray's name of a run; the newest allocation is taken that continues the run's
                 dispatches.
             number: of the allocation, if no session is given.
+            pause_s: as for ``look``.
         """
         if session:
             paths = self._lives.glob("*/run/*/session")
@@ -129,7 +131,8 @@ class ClusterFolder:
             for run in reversed(_runs(self._lives / str(number)))
         ]
         kept = " ".join(map(_read, Path(self._folder).glob("dispatches/*/ids"))).split()
-        return {"numbers": numbers, "runs": runs, "kept": kept}
+        # It is looked at last, so that it cannot be without the end that its run has.
+        return {"numbers": numbers, "runs": runs, "kept": kept, "newest": self.look(pause_s)}
 
     def log_end(self, number: int, job: str) -> str:
         """The last lines that an allocation's job has printed, and the path of its log."""

@@ -126,13 +126,7 @@ def test_headers_take_variables(monkeypatch):
         cluster.connect()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("X-Key", "schlüssel"),
-        ("X-Key", "a\nb"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("X-Key", "schlüssel"), ("X-Key", "a\nb")])
 def test_a_header_that_cannot_be_sent_is_refused_and_its_value_not_repeated(
     monkeypatch, name, value
 ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import nemo_run as run
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from nemo_run_ray import SlurmCluster
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.clusters.slurm import allocations
+from nemo_run_ray.errors import Unanswered
 from tests.unit.clusters.test_bring_up import World, world
 
 __all__ = ["world"]
@@ -92,6 +95,26 @@ def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
     assert "when Ray is up in it" in away(found, "session_1"), "Ray starts in it"
     assert found.archive("session_1").rows["a"]["status"] == "SUCCEEDED"
     assert away(found, "another") == ""
+
+
+def test_a_renewal_that_goes_on_between_two_looks_is_no_loss(renewed, monkeypatch):
+    found = cluster(renewed)._own_allocations
+    history = found._history(session="session_1")
+    next_one(renewed)
+    history = replace(history, newest=found.look())
+    assert allocations._reason(history)[1], "the next one came after the runs were read"
+    renewed.ready(2)
+    assert away(found, "session_1"), "a client has not seen yet that Ray is up"
+    monkeypatch.setattr(allocations, "_TRUST_S", 60.0)
+    assert found.look().head
+    end(renewed, 2, "its walltime is over", True, _FIRST)
+    assert "which is being asked for" in away(found, "session_2"), "nor that it has ended"
+
+
+def test_a_host_that_cannot_be_asked_is_no_loss(renewed, monkeypatch):
+    monkeypatch.setattr(allocations.Allocations, "ask", Mock(side_effect=Unanswered("It is away.")))
+    with pytest.raises(Unanswered):
+        cluster(renewed).archive("session_1")
 
 
 def test_a_next_one_that_never_comes_is_a_loss(renewed, monkeypatch):

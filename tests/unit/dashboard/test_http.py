@@ -18,13 +18,7 @@ from nemo_run_ray.clusters import Dashboard, interrupted
 from nemo_run_ray.dashboard import http
 from nemo_run_ray.dashboard.http import Http
 from nemo_run_ray.dashboard.jobs import JobsApi
-from nemo_run_ray.errors import (
-    ClusterError,
-    ConfigError,
-    StreamCut,
-    Unanswered,
-    Unreachable,
-)
+from nemo_run_ray.errors import ClusterError, ConfigError, StreamCut, Unanswered, Unreachable
 from tests.conftest import wait_for
 from tests.http_server import Handler, serving
 

@@ -10,11 +10,7 @@ import pytest
 from nemo_run_ray.clusters import Dashboard
 from nemo_run_ray.dashboard.http import MALFORMED, Http
 from nemo_run_ray.dashboard.jobs import JobsApi, inspect
-from nemo_run_ray.dashboard.state import (
-    StateApi,
-    holdings_of,
-    room_of,
-)
+from nemo_run_ray.dashboard.state import StateApi, holdings_of, room_of
 from nemo_run_ray.errors import NemoRunRayError
 from nemo_run_ray.remote.spec import fits
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason

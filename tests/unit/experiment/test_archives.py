@@ -21,12 +21,7 @@ from ray._private.runtime_env.packaging import unzip_package
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.errors import ArchiveTooLarge, PackagingFailed
 from nemo_run_ray.experiment import archives
-from nemo_run_ray.experiment.archives import (
-    Archive,
-    code_archive,
-    job_archive,
-    secrets_archive,
-)
+from nemo_run_ray.experiment.archives import Archive, code_archive, job_archive, secrets_archive
 from nemo_run_ray.experiment.submit import Batch
 from nemo_run_ray.plan.job import JobPlan
 from nemo_run_ray.remote.node.rundir import JOBS, KEY, MANIFEST, SECRETS, RunDir

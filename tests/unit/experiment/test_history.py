@@ -136,10 +136,7 @@ def test_a_log_that_the_cluster_does_not_have_is_given_up(ray, unique):
     assert kept(submitted) == {}
 
 
-@given(
-    st.lists(st.text(st.sampled_from("ab\né漢"), max_size=30), max_size=20),
-    st.integers(1, 100),
-)
+@given(st.lists(st.text(st.sampled_from("ab\né漢"), max_size=30), max_size=20), st.integers(1, 100))
 def test_the_kept_bytes_are_the_last_ones(tmp_path_factory, texts, most):
     folder = tmp_path_factory.mktemp("kept")
     one = Kept(folder, "job")

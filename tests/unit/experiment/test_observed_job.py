@@ -39,7 +39,9 @@ def status_of(submitted: Submitted, name: str = "job") -> JobStatus:
     return submitted.jobs[name].status_in(Snapshot(is_fresh=True))
 
 
-def test_a_cluster_that_was_started_anew_has_lost_it(ray, one):
+def test_a_cluster_that_was_started_anew_has_lost_it(ray, one, monkeypatch):
+    archive = ClusterArchive(continues=True)  # with chains of others
+    monkeypatch.setattr(one.jobs["job"], "_archive", lambda: archive)
     ray.rows.clear()
     ray.session = "session_of_another_life"
     status = status_of(one)

@@ -12,10 +12,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import ExistingCluster, RayExecutor
-from nemo_run_ray.errors import (
-    SubmissionError,
-    Unreachable,
-)
+from nemo_run_ray.errors import SubmissionError, Unreachable
 from tests.certificates import certificate
 from tests.conftest import TRUE, refused
 from tests.fake_ray import FakeRay
@@ -36,11 +33,7 @@ def nothing_started(ray: FakeRay, unique: str):
 class Server(http.server.ThreadingHTTPServer):
     """Answers every request alike; the address of something that is no working dashboard."""
 
-    def __init__(
-        self,
-        answers: dict[str, object],
-        context: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, answers: dict[str, object], context: ssl.SSLContext | None = None) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 found = answers.get(self.path, answers.get("*"))

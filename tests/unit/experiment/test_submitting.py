@@ -10,12 +10,7 @@ import pytest
 import nemo_run_ray
 from nemo_run_ray.clusters import interrupted
 from nemo_run_ray.dashboard import http
-from nemo_run_ray.errors import (
-    Conflict,
-    JobRefused,
-    NemoRunRayError,
-    SubmissionError,
-)
+from nemo_run_ray.errors import Conflict, JobRefused, NemoRunRayError, SubmissionError
 from nemo_run_ray.experiment import dispatch as submitting
 from nemo_run_ray.experiment.store import find_experiment, store_of
 from nemo_run_ray.remote.status import JobState, Reason
