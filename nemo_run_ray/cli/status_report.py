@@ -7,6 +7,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import accumulate
@@ -89,8 +90,9 @@ class StatusReport:
                 attempt["running_at"] = record.running_at
                 if attempt["state"] == JobState.LOST.value:
                     # The last line of the log that its cluster has kept.
-                    moments = [path.stat().st_mtime for path in job.left_logs()]
-                    attempt["seen_at"] = max(moments, default=None)
+                    with suppress(NemoRunRayError):
+                        moments = [path.stat().st_mtime for path in job.left_logs()]
+                        attempt["seen_at"] = max(moments, default=None)
 
         with ThreadPoolExecutor(8) as pool:  # each may ask for end records
             list(pool.map(complete, (job for job, _ in self.seen), self.rows))

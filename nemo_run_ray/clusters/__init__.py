@@ -51,7 +51,7 @@ class ClusterArchive:
     rows: JobRows = field(default_factory=dict)
     #: The log of a job on this machine, by submission id; ``None`` without one.
     log: Callable[[str], Path | None] = lambda _: None
-    #: Its dispatches continue in an allocation that is not up yet.
+    #: Its dispatches continue in the next allocation, whose Ray may not be up yet.
     continues: bool = False
 
     @property
@@ -117,9 +117,12 @@ class Cluster(ConfigurableMixin, abc.ABC):
         """The dashboard of a cluster that was used before, or ``None`` when it is gone for good."""
 
     def archive(self, session: str = "") -> ClusterArchive | None:
-        """The archive of a Ray that is gone; ``None`` for one that lives or is not known here.
+        """The archive of a Ray, which may be gone; ``None`` if there is none.
 
         An empty session is the last one, unless it was stopped.
+
+        Raises:
+            ClusterError: the host that has it cannot be asked.
         """
         return None
 

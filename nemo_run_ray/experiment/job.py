@@ -319,7 +319,7 @@ class RemoteJob:
             status, _ = self._decided(self.dispatch.decided(archive.rows))
             if status.state.is_terminal:
                 return self._named(status)
-        if archive.continues and why == GONE:  # else another Ray is up, which does not have it
+        if archive.continues and why == GONE:  # else the Ray that is up does not have it
             detail = f"{archive.reason}."
             return self.as_seen(snapshot, JobState.UNKNOWN, Reason.UNREACHABLE, detail)
         why = archive.reason or why

@@ -150,8 +150,8 @@ class Allocations:
         #: Whether this process is among the users of an allocation.
         self.is_used = False
         self._seen: tuple[float, SlurmAllocation | None] = (float("-inf"), None)
-        #: Histories by the question for them, with the time of the answer.
-        self._histories: dict[tuple[str, int], tuple[float, History | None]] = {}
+        #: Histories by the session or run that they were asked for, with the time of the question.
+        self._histories: dict[str, tuple[float, History | None]] = {}
 
     def path(self, number: int) -> str:
         return f"{self.folder}/lives/{number}"
@@ -222,7 +222,7 @@ class Allocations:
         Raises:
             ClusterError: the host cannot be asked.
         """
-        history = self._history(session=session)
+        history = self._history(session, session=session)
         if history is None:
             return None
         reason, continues = _reason(history)
@@ -236,20 +236,23 @@ class Allocations:
         """
         if not allocation.is_renewal and allocation.run.endswith(".0"):
             return ClusterArchive()
-        history = self._history(number=allocation.number)
+        history = self._history(allocation.run, number=allocation.number)
         assert history
         before = [run for run in history.runs if not run["folder"].endswith(allocation.run)]
         history = replace(history, runs=before)
         return ClusterArchive(rows=history.rows(is_up=True), log=partial(self._log, history))
 
-    def _history(self, session: str = "", number: int = 0) -> History | None:
-        """A history, which may be large: it is read again when a session's may have changed."""
-        key = session, number
+    def _history(self, key: str, **which: str | int) -> History | None:
+        """A history, which may be large.
+
+        Before a run it does not change. That of a session is never older than the look at the
+        newest allocation, by which its user may know already that a run has ended.
+        """
         at, history = self._histories.get(key, (float("-inf"), None))
-        if monotonic() - at >= _TRUST_S and not (number and history):
-            row = self.ask("history", session=session, number=number, pause_s=PAUSE_S)
+        if at <= self._seen[0] and not ("number" in which and history):
+            at, row = monotonic(), self.ask("history", pause_s=PAUSE_S, **which)
             history = row and History(**{**row, "newest": _allocation(row["newest"])})
-            self._histories[key] = monotonic(), history
+            self._histories[key] = at, history
         return history
 
     def _log(self, history: History, submission_id: str) -> Path | None:
@@ -300,7 +303,7 @@ def _reason(history: History) -> tuple[str, bool]:
 
 
 def _last_before(newest: SlurmAllocation, history: History) -> Json | None:
-    """The last run before the one that is to come up next, or just came; ``None`` if none is."""
+    """The last run before the one that is to come up next, or came up; ``None`` without one."""
     if newest.asks_for_next or (history.kept and newest.may_start_again):
         return history.runs[0]  # the newest run has ended, and the next one has not begun
     # A script that claimed the allocation may have died before it had a job.
@@ -308,7 +311,7 @@ def _last_before(newest: SlurmAllocation, history: History) -> Json | None:
     is_abandoned = newest.is_renewal and not newest.job and waited_s >= RENEWAL_S + _ASKING_S
     if newest.why_over or newest.is_lost or is_abandoned:
         return None
-    # The newest allocation is on its way. If its run has begun, that is the one to come up.
+    # The newest allocation is up or on its way. If its run has begun, that is the one to come up.
     before = (
         run for run in history.runs if not newest.run or not run["folder"].endswith(newest.run)
     )

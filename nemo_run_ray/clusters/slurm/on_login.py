@@ -97,15 +97,15 @@ class ClusterFolder:
             write_file(path, json.dumps({"at": time.time(), "of": changed_at, "rows": rows}))
         return rows
 
-    def history(self, session: str, number: int, pause_s: float) -> Row | None:
+    def history(self, pause_s: float, session: str = "", number: int = 0) -> Row | None:
         """The runs whose dispatches continue in one allocation, and the newest allocation of all;
         ``None`` if none is known.
 
         Args:
+            pause_s: as for ``look``.
             session: Ray's name of a run; the newest allocation is taken that continues the run's
                 dispatches.
             number: of the allocation, if no session is given.
-            pause_s: as for ``look``.
         """
         if session:
             paths = self._lives.glob("*/run/*/session")

@@ -79,11 +79,7 @@ def row(name="job", state="SUCCEEDED", *attempts, **fields):
             ["waits 0 10", "pends succeeded 10 10", "runs succeeded 20 80"],
         ),
         ("FAILED", [attempt(0, None, 100, "FAILED")], ["runs failed 0 100"]),
-        (
-            "FAILED",
-            [attempt(0, None, 100, "FAILED", "not placed in time")],
-            ["pends failed 0 100"],
-        ),
+        ("FAILED", [attempt(0, None, 100, "FAILED", "not placed in time")], ["pends failed 0 100"]),
         (
             "RUNNING",
             [

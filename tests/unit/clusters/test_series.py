@@ -55,13 +55,15 @@ def look_anew(monkeypatch) -> None:
 
 
 def away(found, session: str) -> str:
-    """Why an allocation is over whose dispatches continue in one that is not up yet."""
+    """Why an allocation is over whose dispatches continue in the next one."""
+    assert found.find() is None
     archive = found.archive(session)
     return archive.reason if archive and archive.continues else ""
 
 
 def gone(found, session: str) -> str:
     """Why an allocation is over for good."""
+    assert found.find() is None
     archive = found.archive(session)
     return "" if archive is None or archive.continues else archive.reason
 
@@ -97,21 +99,32 @@ def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
     assert away(found, "another") == ""
 
 
-def test_a_renewal_that_goes_on_between_two_looks_is_no_loss(renewed, monkeypatch):
+def test_a_renewal_that_goes_on_between_two_looks_is_no_loss(renewed):
     found = cluster(renewed)._own_allocations
-    history = found._history(session="session_1")
+    history = found._history("session_1", session="session_1")
     next_one(renewed)
     history = replace(history, newest=found.look())
     assert allocations._reason(history)[1], "the next one came after the runs were read"
     renewed.ready(2)
-    assert away(found, "session_1"), "a client has not seen yet that Ray is up"
-    monkeypatch.setattr(allocations, "_TRUST_S", 60.0)
+    assert found.archive("session_1").continues, "a client has not seen yet that Ray is up"
     assert found.look().head
     end(renewed, 2, "its walltime is over", True, _FIRST)
-    assert "which is being asked for" in away(found, "session_2"), "nor that it has ended"
+    assert found.archive("session_2").continues, "nor that it has ended"
 
 
-def test_a_host_that_cannot_be_asked_is_no_loss(renewed, monkeypatch):
+def test_an_archive_that_was_read_before_the_end_is_read_again(world):
+    start(world, 1)
+    world.ready(1)
+    (world.life() / "run" / "101.0" / "session").write_text("session_1")
+    found = cluster(world)._own_allocations
+    assert found.look().head
+    assert not found.archive("session_1").continues
+    end(world, 1, "its walltime is over", True, _FIRST)
+    assert found.look().end
+    assert found.archive("session_1").continues
+
+
+def test_a_host_that_cannot_be_asked_raises(renewed, monkeypatch):
     monkeypatch.setattr(allocations.Allocations, "ask", Mock(side_effect=Unanswered("It is away.")))
     with pytest.raises(Unanswered):
         cluster(renewed).archive("session_1")
@@ -160,6 +173,16 @@ def test_the_next_one_has_the_jobs_of_the_chain_and_keeps_them(renewed, monkeypa
     kept = found.archive("session_1").rows
     assert {name: row["status"] for name, row in kept.items() if name != "other"} == chain | later
     assert "its last user has left" in gone(found, "session_1")
+
+
+def test_a_start_that_follows_another_has_its_jobs(renewed):
+    next_one(renewed)
+    renewed.ready(2)
+    found, rows = cluster(renewed), [{"submission_id": "b@2", "status": "SUCCEEDED"}]
+    assert "b@2" not in found.find().earlier.rows
+    end(renewed, 2, "the job was cancelled", False, rows, code=143)
+    renewed.ready(2, restart=1)
+    assert "b@2" in found.find().earlier.rows
 
 
 def test_a_new_client_waits_for_the_next_one(renewed):

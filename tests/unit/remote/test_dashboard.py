@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_run_ray.remote import dashboard
-from nemo_run_ray.remote.dashboard import (
-    DashboardClient,
-    RequestRefused,
-    Unanswered,
-    candidates,
-)
+from nemo_run_ray.remote.dashboard import DashboardClient, RequestRefused, Unanswered, candidates
 from tests.http_server import Handler, serving
 
 VERSION = json.dumps({"version": "4", "ray_version": "2.60.0", "session_name": "session_1"})

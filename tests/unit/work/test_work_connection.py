@@ -65,8 +65,7 @@ def test_which_ray_is_asked_for(monkeypatch, given, variable, found):
 
 
 @pytest.mark.parametrize(
-    "address",
-    ["127.0.0.1:1", "127.0.0.1:65536", "ray://127.0.0.1:1", "no-such-host.invalid:6379"],
+    "address", ["127.0.0.1:1", "127.0.0.1:65536", "ray://127.0.0.1:1", "no-such-host.invalid:6379"]
 )
 def test_an_address_where_nothing_listens_is_refused(monkeypatch, address):
     """Ray itself would ask for two minutes, and then end the program."""
@@ -89,10 +88,7 @@ def test_a_program_that_ray_ends_gets_an_error(monkeypatch, code, given_up_s, ex
 
     ray = SimpleNamespace(is_initialized=lambda: False, init=init)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(expected) as caught,
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(expected) as caught:
         connection.join(f"127.0.0.1:{server.getsockname()[1]}", None, {})
     if expected is Unreachable:
         assert "what listens there has not answered as the GCS" in str(caught.value)

@@ -12,12 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from nemo_run_ray.remote.array import host as host_module
-from nemo_run_ray.remote.array.host import (
-    ForkServer,
-    HostProcess,
-    RunningElement,
-    slots_of,
-)
+from nemo_run_ray.remote.array.host import ForkServer, HostProcess, RunningElement, slots_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
