@@ -51,7 +51,7 @@ class ClusterArchive:
     rows: JobRows = field(default_factory=dict)
     #: The log of a job on this machine, by submission id; ``None`` without one.
     log: Callable[[str], Path | None] = lambda _: None
-    #: Its dispatches continue in the next allocation, whose Ray may not be up yet.
+    #: Its dispatches continue in the next Ray, which may not be up yet.
     continues: bool = False
 
     @property

@@ -41,7 +41,7 @@ These words tell how one allocation follows another:
 - ``renews``, of a run's end and a file of the run: the script asks for the next allocation.
 - ``SlurmAllocation.asks_for_next``: it does so now.
 - ``renewed``, the file, and ``SlurmAllocation.is_renewal``: this allocation is that next one.
-- ``ClusterArchive.continues``: the jobs of a Ray that is gone continue in the next allocation.
+- ``ClusterArchive.continues``: the jobs of a Ray that is gone continue in the next one.
 """
 
 from nemo_run_ray.clusters.slurm.cluster import SlurmCluster

@@ -222,6 +222,7 @@ class Allocations:
         Raises:
             ClusterError: the host cannot be asked.
         """
+        self.newest()  # so that the history is a moment old at most
         history = self._history(session, session=session)
         if history is None:
             return None
@@ -245,8 +246,9 @@ class Allocations:
     def _history(self, key: str, **which: str | int) -> History | None:
         """A history, which may be large.
 
-        Before a run it does not change. That of a session is never older than the look at the
-        newest allocation, by which its user may know already that a run has ended.
+        That of a run is what came before it, and does not change. That of a session is never older
+        than the last look at the newest allocation: by that its user may know already that a run
+        has ended.
         """
         at, history = self._histories.get(key, (float("-inf"), None))
         if at <= self._seen[0] and not ("number" in which and history):
@@ -303,7 +305,7 @@ def _reason(history: History) -> tuple[str, bool]:
 
 
 def _last_before(newest: SlurmAllocation, history: History) -> Json | None:
-    """The last run before the one that is to come up next, or came up; ``None`` without one."""
+    """The last run before the one that comes up next, or is up; ``None`` without one."""
     if newest.asks_for_next or (history.kept and newest.may_start_again):
         return history.runs[0]  # the newest run has ended, and the next one has not begun
     # A script that claimed the allocation may have died before it had a job.
@@ -311,7 +313,7 @@ def _last_before(newest: SlurmAllocation, history: History) -> Json | None:
     is_abandoned = newest.is_renewal and not newest.job and waited_s >= RENEWAL_S + _ASKING_S
     if newest.why_over or newest.is_lost or is_abandoned:
         return None
-    # The newest allocation is up or on its way. If its run has begun, that is the one to come up.
+    # The newest allocation is up or on its way. Its run, if it has begun, is the one that is meant.
     before = (
         run for run in history.runs if not newest.run or not run["folder"].endswith(newest.run)
     )

@@ -131,7 +131,7 @@ class ClusterFolder:
             for run in reversed(_runs(self._lives / str(number)))
         ]
         kept = " ".join(map(_read, Path(self._folder).glob("dispatches/*/ids"))).split()
-        # It is looked at last, so that it cannot be without the end that its run has.
+        # The newest allocation is looked at last, so that it has the end that its run has.
         return {"numbers": numbers, "runs": runs, "kept": kept, "newest": self.look(pause_s)}
 
     def log_end(self, number: int, job: str) -> str:

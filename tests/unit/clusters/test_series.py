@@ -99,7 +99,7 @@ def test_between_two_allocations_jobs_are_away_and_not_lost(renewed):
     assert away(found, "another") == ""
 
 
-def test_a_renewal_that_goes_on_between_two_looks_is_no_loss(renewed):
+def test_a_renewal_that_goes_on_between_two_looks_is_no_loss(renewed, monkeypatch):
     found = cluster(renewed)._own_allocations
     history = found._history("session_1", session="session_1")
     next_one(renewed)
@@ -107,6 +107,7 @@ def test_a_renewal_that_goes_on_between_two_looks_is_no_loss(renewed):
     assert allocations._reason(history)[1], "the next one came after the runs were read"
     renewed.ready(2)
     assert found.archive("session_1").continues, "a client has not seen yet that Ray is up"
+    monkeypatch.setattr(allocations, "_TRUST_S", 60.0)
     assert found.look().head
     end(renewed, 2, "its walltime is over", True, _FIRST)
     assert found.archive("session_2").continues, "nor that it has ended"
