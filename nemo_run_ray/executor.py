@@ -357,7 +357,7 @@ def check_guard() -> None:
     The node runs the whole program again to find the function, and would launch it again.
     """
     frame = _top_level("__main__")
-    if frame is None:
+    if not frame:
         return
     file = frame.f_code.co_filename
     try:

@@ -22,11 +22,7 @@ class Model:
 def train(seed: int, model: Model | None = None) -> dict[str, Any]:
     width = 0 if model is None else model.width
     print(f"trained {seed} with {width}")
-    return {
-        "fields": {"seed": seed, "width": width},
-        "pid": os.getpid(),
-        "random": random.random(),
-    }
+    return {"fields": {"seed": seed, "width": width}, "pid": os.getpid(), "random": random.random()}
 
 
 def waits(path: str) -> None:

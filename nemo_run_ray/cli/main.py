@@ -441,7 +441,7 @@ def down(
     found = cluster_of_ours(cluster)
     dashboard = found.find()
     archive = None
-    if dashboard is None:  # it may have died; an allocation may wait in Slurm's queue
+    if not dashboard:  # it may have died; an allocation may wait in Slurm's queue
         archive = found.archive()
     else:
         _end_jobs(found, dashboard, force, cluster)
@@ -457,7 +457,7 @@ def stop_unused(state_dir: str) -> None:
 
     cluster = LocalCluster(state_dir=state_dir)
     dashboard = cluster.find()
-    if dashboard is not None:
+    if dashboard:
         _end_jobs(cluster, dashboard, False)
         cluster.stop_unused()
 
@@ -552,7 +552,7 @@ def dashboard_of(cluster: Cluster, file: str | None = None) -> Dashboard:
         ClusterError: no embedded Ray is up, or the cluster on Slurm is not.
     """
     dashboard = cluster.find()
-    if dashboard is None:
+    if not dashboard:
         archive = cluster.archive()
         why = archive.sentence if archive else f"No Ray is up: {cluster.title}."
         raise ClusterError(

@@ -87,7 +87,7 @@ def check(
     if look.unauthorised:
         yield CheckRow("credentials", BROKEN, look.unauthorised)
         return
-    if look.jobs is None:
+    if not look.jobs:
         message = "The job table did not answer in time, which would show that it takes them."
         yield CheckRow("credentials", UNKNOWN, message, "Try again later; it may be long.")
     else:

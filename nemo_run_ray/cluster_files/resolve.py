@@ -76,7 +76,7 @@ def resolve(executor: RayExecutor) -> RayExecutor:
     except NoClusterFile:
         if not is_default:
             raise
-    if document is None:
+    if not document:
         for field in ("pool", "image"):
             if value := getattr(executor, field):
                 raise ConfigError(
@@ -139,7 +139,7 @@ def cluster_of(document: Document, pool: str | None = None) -> Cluster:
     try:
         if address is not None:
             return ExistingCluster(address, headers=headers, verify=verify)
-        if part.slurm is not None:
+        if part.slurm:
             return _slurm_cluster(part.slurm, document.path)
         return LocalCluster(**part.local.model_dump() if part.local else {})
     except ConfigError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +65,8 @@ _REFUSED_LABEL = {"no label": "wake"}
 #: which may never come, and until the stream is given up. On a busy head a stream may stand still,
 #: and NeMo-Run waits for a log only until 10 s after the job's end (0.12).
 _LOOK_S, _BEGIN_S, _SILENCE_MAX_S = 5.0, 1.0, 300.0
+#: The kernel notices within a minute that the other end of a silent stream is gone (on Linux).
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 #: Answers of a front that passes the Jobs API on and not the state API.
 _CLOSED = {401, 403, 404, 405, 501}
 _T = TypeVar("_T")
@@ -77,6 +80,10 @@ class _Connection(ClientConnection):
     """One that is never redirected: ``connect`` would take headers along to another origin."""
 
     def handshake(self, *args: Any, **kwargs: Any) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         try:
             super().handshake(*args, **kwargs)
         except InvalidStatus as error:
@@ -129,7 +136,7 @@ class JobsApi:
         if response.status_code == 404:
             return self.dashboard.earlier.rows.get(submission_id)
         row = self._http.read(response, job_row)
-        if row is None:
+        if not row:
             raise self._http.not_ray(response)
         return self._ends.restored(row)
 
@@ -250,7 +257,7 @@ class JobsApi:
         Ray gives none of a job that never started; its message is what there is.
         """
         row = self.job(submission_id)
-        if row is None:
+        if not row:
             raise self._no_such_job(submission_id)
         is_empty = True
         try:

@@ -10,7 +10,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -185,13 +184,11 @@ class StateApi:
         return self._room.get()
 
     def _ask_room(self) -> ClusterRoom | None:
-        with ThreadPoolExecutor(len(_ROOM_TABLES)) as pool:
-            limits_s = [_ROOM_S] * len(_ROOM_TABLES)
-            nodes, *held = pool.map(self._rows, _ROOM_TABLES, limits_s, _ROOM_TABLES.values())
+        # By no pool: the main thread of a program may have ended.
+        nodes, *held = (self._rows(name, _ROOM_S, of) for name, of in _ROOM_TABLES.items())
         if not nodes:
             return None
-        tables = [rows for rows in held if rows is not None]
-        holdings = holdings_of(*tables) if len(tables) == len(held) else None
+        holdings = None if None in held else holdings_of(*(rows or [] for rows in held))
         return room_of(nodes, holdings)
 
     def python(self) -> str:

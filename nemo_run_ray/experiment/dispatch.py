@@ -178,7 +178,7 @@ class Dispatch:
         self.revive_at, self.revivals = 0.0, 0
         #: The nonces of all submissions of a direct job: several processes may have submitted it.
         self._nonces: frozenset[str] = frozenset()
-        if record is not None:
+        if record:
             nonce = record.nonces[-1]
             jobs = (DispatchedJobSpec(record.job, name, nonce, {}),)
             self.spec = DispatchSpec(name, nonce, jobs, record.session)
@@ -247,7 +247,7 @@ class Dispatch:
     def decided(self, rows: JobRows) -> DispatchStatus:
         """The status of every job by a job table."""
         with self._lock:  # for many threads that look at the same table; nothing in here waits
-            if self._last is not None and self._last.rows is rows:
+            if self._last and self._last.rows is rows:
                 return self._last
             wanted, nonce = self.spec.ids, self.spec.nonce
             table: dict[str, Attempt] = {}
@@ -320,7 +320,7 @@ def submit_once(exp_dir: Path, intent: Event, api: JobsApi, body: Json) -> None:
         except Unanswered as error:
             cause = error
         row = api.job(name)
-        if row is None:
+        if not row:
             raise cause
         if nonce_of(row) not in ledger.jobs()[name].nonces:  # another process may have added one
             raise Conflict(
@@ -413,7 +413,7 @@ def resume(dispatch: Dispatch) -> str:
         return "all is decided"  # its cluster may be gone since
     cluster = from_record(records[0].cluster)
     dashboard = cluster.find()
-    if dashboard is None:
+    if not dashboard:
         archive = cluster.archive(dispatch.spec.session) or ClusterArchive()
         if archive.continues:
             return f"it continues by itself: {archive.reason}"
@@ -446,7 +446,7 @@ def tend(exp_dir: Path) -> None:
         for cluster in {repr(one.cluster): one.cluster for one in records}.values():
             with suppress(NemoRunRayError):
                 dashboard = from_record(cluster).find()
-                if dashboard is not None:
+                if dashboard:
                     here = [one for one in records if one.cluster == cluster]
                     _tend_on(JobsApi.of(dashboard), here)
 

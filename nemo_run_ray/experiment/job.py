@@ -224,7 +224,7 @@ class RemoteJob:
         seen = {}
         with suppress(NemoRunRayError):  # the cluster is away: its status says so
             api = self._api()
-            if api is not None:
+            if api:
                 found = self.dispatch.look(api, snapshot)
             else:
                 archive = snapshot.once(self.record.session, "archive", self._archive)
@@ -254,7 +254,7 @@ class RemoteJob:
     def api(self) -> JobsApi:
         """The dashboard of its cluster."""
         api = self._api()
-        if api is None:
+        if not api:
             why = self._archive().reason or GONE
             raise JobError(f"The job {self.id} cannot be asked any more: {why}")
         return api
@@ -270,30 +270,30 @@ class RemoteJob:
         if self.record.terminal:
             return self._named(self.record.terminal), None
         api = self._api()
-        if api is None:
+        if not api:
             return self._lost(snapshot, GONE), None
         seen = self.dispatch.look(api, snapshot)
         status, row = self._decided(seen)
-        if row is None and seen.lost:
+        if not row and seen.lost:
             return self._lost(snapshot, seen.lost), None
         if status.state is JobState.WAITING and not (
             self.is_direct or seen.is_dispatched or seen.lost
         ):
             why = f"the dispatcher {self.dispatch.id} is not at work"
             status = replace(status, reason=Reason.UNDISPATCHED, detail=why)
-        if row is not None and status.state is JobState.PENDING:
+        if row and status.state is JobState.PENDING:
             # What it waits for, by Ray's state API; when that is closed or slow, nothing is said.
             status = api.state.explain_build(row, status)
             posted_at = (row.get("start_time") or 0) / 1000
             ask = request_of(self.record.reservation)
             # Where there is room, a start takes less than three seconds.
-            if ask and status.reason is Reason.NONE and time.time() - posted_at > 3.0:
+            if ask and status.reason is Reason.NONE and not 0 <= time.time() - posted_at <= 3.0:
                 waits = snapshot.once(
                     api,
                     f"the wait for {ask!r}",
                     lambda: why_waiting(ask, api.state.room(), snapshot.rows(api)),
                 )
-                if waits is not None:
+                if waits:
                     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
                     detail = f"{waits[1]} It has been waiting since {since}."
                     status = replace(status, reason=waits[0], detail=detail)
@@ -305,7 +305,7 @@ class RemoteJob:
         row = seen.rows.get(self.ran_as(status)) if status.attempt else None
         if not self.is_direct or status.state is not JobState.WAITING:
             return status, row
-        if row is not None:
+        if row:
             # Ray gave its start up; nobody tries a direct job again, so the row's own status
             # counts.
             return status_of_row(row), row
@@ -314,7 +314,7 @@ class RemoteJob:
 
     def _lost(self, snapshot: Snapshot, why: str) -> JobStatus:
         """Its status by what a cluster that is gone has kept."""
-        archive = self._archive()
+        archive = snapshot.once(self.record.session, "archive", self._archive)
         if archive.rows:
             status, _ = self._decided(self.dispatch.decided(archive.rows))
             if status.state.is_terminal:
@@ -341,7 +341,7 @@ class RemoteJob:
 
     def _api(self) -> JobsApi | None:
         dashboard = self.cluster.find()
-        return None if dashboard is None else JobsApi.of(dashboard)
+        return JobsApi.of(dashboard) if dashboard else None
 
     def _archive(self) -> ClusterArchive:
         return self.cluster.archive(self.record.session) or ClusterArchive()
@@ -424,10 +424,10 @@ class RemoteJob:
         state, name = self.api().state, self.ran_as(status)
         ending = repeat(lambda: state.last_lines(status.node, name, _LAST_LINES), PATIENCE_S)
         end = record_in(ending, self.record.nonces)
-        if end is not None and end.left_on is not None:
+        if end and end.left_on is not None:
             hosts = ", and ".join(end.left_on)
             return f"{MAY_BE_LEFT} {hosts}" if hosts else f"{NO_PROCESS_LEFT} on its node"
-        if end is None and ending and all(OF_RAY.match(line) for line in ending):
+        if not end and ending and all(OF_RAY.match(line) for line in ending):
             return never
         return f"its node {status.node[:12]} did not confirm that all its processes ended"
 
@@ -476,7 +476,7 @@ class RemoteJob:
         if text := self.kept.text(kind):
             return text.splitlines()
         api = self._api()
-        if api is None or not status.node:
+        if not (api and status.node):
             return []
         lines = repeat(lambda: api.state.array_file(status.node, self.id, kind), PATIENCE_S)
         # Ray has words of its own for a file that does not exist.
@@ -682,7 +682,7 @@ class RemoteJob:
                     raise JobError("it did not arrive in time.")
                 yield text
 
-        if self.left_logs():
+        if not self._api() or len(self.left_logs()) >= status.attempt:
             texts = self.saved_log()
         else:
             texts = self._joined(self._read(one + 1, at_once=True) for one in range(status.attempt))
@@ -712,12 +712,12 @@ class RemoteJob:
                 continue
             with suppress(NemoRunRayError):
                 api, lines = self._api(), list[str]()
-                if api is not None:
+                if api:
                     lines = api.state.last_lines(attempt.node, name, _LAST_LINES)
                 elif path := self._archive().log(name):
                     lines = "".join(text_of(path)).splitlines()
                 end = record_in(lines, self.record.nonces)
-                if end is not None and end.began_at:
+                if end and end.began_at:
                     found[name] = replace(attempt, running_at=end.began_at)
         return found
 
@@ -766,7 +766,7 @@ class RemoteJob:
         """The log of an attempt: all that there is now, or as it grows."""
         api, name = self.api(), attempt_id(self.id, number)
         path = api.dashboard.earlier.log(name)
-        if path is not None:
+        if path:
             return text_of(path)
         if at_once:
             return api.whole_log(name)
@@ -837,7 +837,7 @@ def why_waiting(
     ask: ResourceRequest, room: ClusterRoom | None, rows: JobRows
 ) -> tuple[Reason, str] | None:
     """The reason of a task's wait for nodes, and sentences; ``None`` when there is room."""
-    if room is None:
+    if not room:
         return None
     never = why_not(ask, room.nodes)
     if never:
@@ -929,7 +929,7 @@ def _note(
 ) -> None:
     """Append what is new of a job to the ledger."""
     current = store.ledger.job(job.id)
-    if current is None or current.terminal:
+    if not current or current.terminal:
         return
     now, seen = time.time(), {**job.attempts_in(snapshot)}
     for name, attempt in seen.items():
@@ -963,7 +963,7 @@ def find(name: str) -> list[RemoteJob]:
     with suppress(JobError):
         return [find_job(name.rpartition("/")[2])]
     folder = find_experiment(name)
-    if folder is None:
+    if not folder:
         raise JobError(
             f"There is no experiment {name!r} in NeMo-Run's home {get_nemorun_home()}, and no job "
             f"or handle of that name.{did_you_mean(name, titles())} `nemo-run-ray list --all` "
@@ -1061,7 +1061,7 @@ def end_all(api: JobsApi) -> list[str]:
     """
     stops, deadline = StopRequests(), monotonic() + _END_LIMIT_S
     while True:
-        rows = api.table(fresh=True, patience_s=PATIENCE_S)
+        rows = api.table(fresh=True, patience_s=_END_LIMIT_S)
         names = sorted(active(rows), key=lambda name: not name.endswith(f".{DISPATCHER}"))
         running = [name for name in names if is_running(rows[name])]
         for name in names:
@@ -1082,7 +1082,7 @@ def note_ends(api: JobsApi, is_forced: bool) -> list[str]:
     Returns:
         A sentence for each thing that could not be kept.
     """
-    rows = api.table(fresh=True, patience_s=PATIENCE_S)
+    rows = api.table(fresh=True, patience_s=_END_LIMIT_S)
     problems: list[str] = []
     snapshot, seen = Snapshot(), []
     ledgers = (store_of(exp_dir).ledger.jobs() for exp_dir in experiments())

@@ -175,7 +175,7 @@ def output_of(
     except Exception as caught:
         error = caught
     yield from head or ()
-    if error is not None:
+    if error:
         raise error
 
 

@@ -254,7 +254,7 @@ class Kept:
         pieces = (text.encode(errors="replace") for text in texts)
         with replacing(self.log) as file:
             file.writelines(pieces if most_bytes is None else _end_of(pieces, most_bytes))
-        if self._copy is not None and self._copy.parent.parent.is_dir():
+        if self._copy and self._copy.parent.parent.is_dir():
             try:
                 self._copy.parent.mkdir(exist_ok=True)
                 with open(self.log, "rb") as kept, replacing(self._copy) as file:
@@ -387,7 +387,7 @@ def find_record(submission_id: str) -> JobRecord:
         # A shortened id may have lost the end of the experiment's.
         if submission_id.startswith(f"{safe_id(folder.name)}.") or len(submission_id) >= ID_MAX:
             record = store_of(folder).ledger.job(submission_id)
-            if record is not None:
+            if record:
                 return record
     raise JobError(
         f"No experiment below {get_nemorun_home()} has submitted a Ray job {submission_id}. Is the "

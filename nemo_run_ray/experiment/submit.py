@@ -129,7 +129,7 @@ class Batch:
                     except NemoRunRayError as error:
                         self._dispatched[name] = error
             error_of_first = self._dispatched[name]
-            if error_of_first is not None:
+            if error_of_first:
                 raise error_of_first
         else:
             self._submit_alone(planned)
@@ -288,7 +288,7 @@ def handles_of(
             handles.append(name)
             continue
         folder = find_experiment(name, but=exp_dir)
-        if folder is None:
+        if not folder:
             meant = did_you_mean(name, titles() - {exp_dir.parent.name})
             raise ConfigError(
                 f"RayExecutor.dependencies names {name!r}, and NeMo-Run's home has no experiment "
@@ -313,17 +313,17 @@ def outside_spec(handle: str, api: JobsApi, session: str) -> OutsideSpec:
     record: JobRecord | None = None
     with suppress(JobError):
         record = find_record(name)
-    if record is not None and record.session != session and not _continues(record, api):
+    if record and record.session != session and not _continues(record, api):
         raise SubmissionError(
             f"RayExecutor.dependencies names {name}, which another cluster has, or the same one "
             f"had before it was started again: {from_record(record.cluster)!r}, session "
             f"{record.session}, but Ray at {api.dashboard.url} has the session {session}. Wait for "
             "the job in the program, or run both on one cluster. Nothing was started."
         )
-    if record is not None and record.dispatcher:
+    if record and record.dispatcher:
         return OutsideSpec(name, tuple(record.nonces), record.dispatcher)
     row = api.job(name)
-    if row is None:
+    if not row:
         raise SubmissionError(
             f"RayExecutor.dependencies names {name}, which Ray at {api.dashboard.url} does not "
             "have, nor has an experiment of this NeMo-Run home. Is the handle right? Nothing was "

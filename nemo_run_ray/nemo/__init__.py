@@ -131,7 +131,7 @@ def load_experiment(name: str) -> Experiment:
     from nemo_run_ray.experiment import store  # nodes may not have its libraries
 
     folder = store.find_experiment(name)
-    if folder is None or not (folder / Experiment._CONFIG_FILE).is_file():
+    if not folder or not (folder / Experiment._CONFIG_FILE).is_file():
         raise JobError(
             f"There is no experiment {name!r} in NeMo-Run's home."
             f"{store.did_you_mean(name, store.titles())} `nemo-run-ray list --all` lists those "

@@ -147,7 +147,7 @@ def decide(
         elif status.reason in (Reason.TURN, Reason.RETRY):
             last = rows.get(status.attempt)
             is_unproven = last is not None and last.status.reason in _UNPROVEN
-            if last is None or not is_unproven or now >= last.ended_at + node_dead_s:
+            if not last or not is_unproven or now >= last.ended_at + node_dead_s:
                 why, name = time_left.why_not(job.time_s), attempt_id(job.id, status.attempt + 1)
                 if why is None:
                     submits.append((job.shape, Action(Do.SUBMIT, job.name, name)))

@@ -142,7 +142,7 @@ class Dispatcher:
         self._looks_s.append(monotonic() - began)
         self._troubles.pop("", None)
         own = table.get(self._own_id)
-        if own is not None and own.nonce == self._dispatch.nonce:
+        if own and own.nonce == self._dispatch.nonce:
             if own.status.state.is_terminal:
                 raise WrongCluster(f"Ray says that this dispatcher is {own.status.state.value}")
             self._present_at = self._clock()

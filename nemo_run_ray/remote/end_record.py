@@ -158,7 +158,7 @@ class LostEnds:
             proven = record_in((text or "").splitlines(), [nonce_of(row)], lock)
             # A cancelled job has no end of its own: a node that shuts down tells its processes to
             # end, as Ray does for a cancelled job.
-            if proven is None or proven.cause in ("", "CANCELLED"):
+            if not proven or proven.cause in ("", "CANCELLED"):
                 # A tenth of the time: no look waits for every node of a rack that is cut off.
                 now = monotonic()
                 self._next_at = now + (now - asked_at) * 10

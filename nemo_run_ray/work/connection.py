@@ -145,7 +145,7 @@ def join(address: str | None, num_cpus: int | None, runtime_env: Json) -> Connec
     """
     global _current
     with _lock:
-        if _current is None:
+        if not _current:
             _current = Connection(address, num_cpus, runtime_env)
         else:
             _current.check(address, runtime_env)

@@ -97,11 +97,7 @@ class Pod:
         shutil.rmtree(self.folder / "root", ignore_errors=True)
         (self.folder / "root").mkdir(parents=True)
         env = expanded(
-            [
-                *self.image.environment().items(),
-                ("HOSTNAME", self.name),
-                *self.variables,
-            ]
+            [*self.image.environment().items(), ("HOSTNAME", self.name), *self.variables]
         )
         plan = {
             "root": str(self.folder / "root"),

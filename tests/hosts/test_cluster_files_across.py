@@ -145,11 +145,7 @@ def test_a_group_in_a_chain_by_names_only(hosts, unique, tmp_path, monkeypatch, 
     assert {job.status.state for job in jobs.values()} == {JobState.SUCCEEDED}, told
     assert told == {
         "first": ["hello from n3"],
-        "group": [
-            "client/0| hello from n1",
-            "model/0| hello from n2",
-            "sandbox/0| hello from n3",
-        ],
+        "group": ["client/0| hello from n1", "model/0| hello from n2", "sandbox/0| hello from n3"],
         "last": ["hello from n2"],
     }
     assert_nothing_left(hosts, jobs["group"])

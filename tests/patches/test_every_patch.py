@@ -27,10 +27,7 @@ TARGETS: dict[str, list[tuple[Any, str]]] = {
         (DGXCloudExecutor, "copy_directory_data_command"),
         *([(DGXCloudExecutor, "move_data")] if hasattr(DGXCloudExecutor, "MAX_ARGS_CHARS") else []),
     ],
-    "dgxcloud_exports": [
-        (DGXCloudRequest, "materialize"),
-        (dgxcloud.logger, "filter"),
-    ],
+    "dgxcloud_exports": [(DGXCloudRequest, "materialize"), (dgxcloud.logger, "filter")],
     "dgxcloud_legacy_kwargs": [(DGXCloudExecutor, "__init__"), (signatures, "_signature_cache")],
     "dgxcloud_refusal": [(dgxcloud, "requests"), (DGXCloudExecutor, "get_auth_token")],
 }

@@ -23,15 +23,7 @@ from nemo_run.config import set_nemorun_home
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flaky_proxy import (
-    Answer500,
-    CutAfter,
-    CutBefore,
-    DropAnswer,
-    Fault,
-    FlakyProxy,
-    Hang,
-)
+from flaky_proxy import Answer500, CutAfter, CutBefore, DropAnswer, Fault, FlakyProxy, Hang
 
 from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.cli import main as cli

@@ -9,10 +9,7 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.errors import (
-    Conflict,
-    Unauthorised,
-)
+from nemo_run_ray.errors import Conflict, Unauthorised
 from tests.conftest import TRUE, python, refused, tool
 
 

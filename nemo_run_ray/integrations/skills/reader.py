@@ -145,7 +145,7 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
         )
     places = [*((section, key) for key in _ADDRESSES), ("ray_endpoint",)]
     place = next((place for place in places if file.get(*place)), None)
-    if place is None:
+    if not place:
         raise file.document.refuse(
             (section, "name"),
             "it says Ray, but no address of a cluster is given; expected "

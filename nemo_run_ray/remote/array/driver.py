@@ -272,7 +272,7 @@ class ArrayDriver:
             ending = (
                 f"{failed} of {progress.count} elements failed, which `nemo-run-ray status` lists"
             )
-        if self.broken is not None:
+        if self.broken:
             code, (cause, ending) = 1, self.broken
         elif self._is_cancelled:
             code, cause, ending = 143, Reason.CANCELLED, "cancelled"
@@ -301,7 +301,7 @@ class ArrayDriver:
             for report in reports:
                 self.hear(host, report)
         failed, limit = self._progress.number(ElementState.FAILED), self._spec.max_failures
-        if self.broken is not None:
+        if self.broken:
             self._stop()
         elif limit is not None and failed > limit and not self._is_stopped:
             say(f"ending the array: more than {limit} elements have failed (max_failures)")
@@ -330,7 +330,7 @@ class ArrayDriver:
                     words = f"the head could not write the array's journal for {_DISK_S:.0f} s"
                     self.broken = Reason.EXIT_CODE, f"{words}: {error}"
                     self._stop()
-                if self._is_cancelled or self.broken is not None:
+                if self._is_cancelled or self.broken:
                     return False
             time.sleep(_LOOK_S)
             self._obey()
@@ -416,7 +416,7 @@ class ArrayDriver:
     def hear(self, handle: ReplicaHandle, report: Json) -> None:
         """Take what a host has reported, unless it is given up. ``host.py`` lists the reports."""
         host = self.hosts.get(handle.replica_id[1])
-        if host is None:
+        if not host:
             return
         kind, node, number = report["at"], host.node, host.number
         if kind == "text":
@@ -457,7 +457,7 @@ class ArrayDriver:
         The array is over when nothing has run and no node that fits can run it.
         """
         node_id, node, now = host.node.node_id, host.node.host, monotonic()
-        if cause is None and host.state is not HostState.STARTING:
+        if not cause and host.state is not HostState.STARTING:
             say(f"the host on {node} has died: {reason}")
             return
         failures, not_before = self._refusals.get(node_id, (0, 0.0))

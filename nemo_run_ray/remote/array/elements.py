@@ -323,7 +323,7 @@ class Leases:
             Its index, its attempt and its line; ``None`` when none waits.
         """
         record = self.progress.next_lease(host)
-        if record is None:
+        if not record:
             return None
         self._note(record)
         return [record.element, record.attempt, self._element(record.element)]

@@ -103,7 +103,7 @@ def _serve(channel: socket.socket, template: Any, main_ended: str) -> None:
     names = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
     obstacles = [f"have started the thread {name!r}" for name in names]
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch and torch.cuda.is_initialized():
         obstacles.append("have used CUDA")
     if os.fork is not _FORK:
         obstacles.append("have replaced os.fork")
@@ -174,7 +174,7 @@ def _report_ends(channel: socket.socket, running: dict[int, int]) -> None:
     """
     for pid, key in list(running.items()):
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end is not None:
+        if end:
             code = end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
             _send(channel, at="ended", key=key, code=code)
             os.waitpid(pid, 0)
@@ -200,9 +200,9 @@ def _become_element(channel: socket.socket, order: dict[str, Any], output: int, 
             os.close(fd)
         # Python's own module takes new seeds by itself.
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-        if numpy is not None:
+        if numpy:
             numpy.random.seed()
-        if torch is not None:
+        if torch:
             torch.seed()
     except BaseException:  # NumPy or PyTorch take no seed, or the host listens no more
         try:

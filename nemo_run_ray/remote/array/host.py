@@ -149,7 +149,7 @@ class HostProcess:
             self.note_ends()
             time.sleep(ROUND_S)
         self.note_ends()
-        if self._place is not None:
+        if self._place:
             self._place.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -159,7 +159,7 @@ class HostProcess:
         writing = select.POLLOUT if self._channel.unsent else 0
         poll.register(self._channel.fileno(), select.POLLIN | writing)
         fds = [wake, *(element.fd for element in self._running if not self._channel.is_full)]
-        if self._fork_server is not None:
+        if self._fork_server:
             fds.append(self._fork_server.fileno())
         for fd in fds:
             if fd is not None:
@@ -237,7 +237,7 @@ class HostProcess:
         try:
             if argv:
                 element.start(*place.command(argv, env))
-            elif self._fork_server is not None:
+            elif self._fork_server:
                 self._fork_server.ask(element, {**message, "env": place.variables(env)})
             else:
                 once = ["python", _PROGRAM, "once", self._elements, json.dumps(message)]
@@ -294,7 +294,7 @@ class HostProcess:
         while self._may_begin and self._waiting and self._slots:
             if self._is_full and self._running:
                 break
-            if self._fork_server is not None and not self._fork_server.is_free:
+            if self._fork_server and not self._fork_server.is_free:
                 break
             self._start(*self._waiting.popleft())
         if self._is_ending and not self._running:
@@ -318,14 +318,14 @@ class HostProcess:
 
     def _stop_forking(self) -> None:
         """Let each further element have an interpreter of its own."""
-        if self._fork_server is not None:
+        if self._fork_server:
             self._fork_server.stop()
             self._fork_server = None
 
     def _reap(self) -> None:
         codes = dict(collect())
         server = self._fork_server
-        if server is not None:
+        if server:
             # Read messages after collecting exit codes: a fork whose server was killed is collected
             # here, and has reported that it begins before it could end.
             for element, reason in server.hear():
@@ -352,7 +352,7 @@ class HostProcess:
         running = [element for element in self._running if element.code is None]
         active = {mark_of(element.lease) for element in running}
         groups = {element.pid for element in running}
-        if self._fork_server is not None:
+        if self._fork_server:
             groups.add(self._fork_server.pid)
         marks: Dict[int, bytes] = {}  # of what is found at this look
         for pid in _children():

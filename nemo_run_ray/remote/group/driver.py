@@ -101,7 +101,7 @@ class GroupDriver:
             self._ray.util.remove_placement_group(room.group)
             self._ray.shutdown()
         runner, outcome = self._runner, self._group.outcome
-        assert outcome is not None  # no group is over without one
+        assert outcome  # no group is over without one
         runner.left_on = () if all_ended else None
         runner.cause, runner.ending = outcome.cause.name, outcome.words
         if outcome.cause is Reason.CANCELLED:
@@ -169,8 +169,9 @@ class GroupDriver:
                 say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
         for handle, reports in self._actors.answers():
             for report in reports:
-                if (happened := event_of(handle, report)) is not None:
-                    self._happened(happened)
+                event = event_of(handle, report)
+                if event:
+                    self._happened(event)
 
     # ------------------------------------------------------------------ what is done about it
 

@@ -42,7 +42,7 @@ class ReplicaProcess:
         obey = {"prepare": self._prepare, "start": self._start, "end": self._end}
         while True:
             writing = [channel] if channel.unsent else []
-            idle_s = 60.0 if self._probing is None else 0.2
+            idle_s = 0.2 if self._probing else 60.0
             if channel in children.wait([channel], writing, idle_s, not channel.is_full):
                 orders = channel.orders()
                 if orders is None:
@@ -55,7 +55,7 @@ class ReplicaProcess:
                     self._stop_probing()
                 if is_over:
                     self._report_end()
-                elif self._probing is not None:
+                elif self._probing:
                     answer, waits = self._probing.step(), self._probing.waiting()
                     if answer is not None:
                         self._probing = None
@@ -67,7 +67,7 @@ class ReplicaProcess:
     def abandon(self) -> None:
         """Kill what runs, now, and remove the folders."""
         self._children.stop(0.0)
-        if self._workspace is not None:
+        if self._workspace:
             self._workspace.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -93,7 +93,7 @@ class ReplicaProcess:
             child = self._children.add(Child(*place.command(role.task.argv, variables), take))
             if child.code is not None:
                 return
-        if role.ready is None:
+        if not role.ready:
             self._channel.report("ready")
         else:
             probe, env, cwd = place.probe_command(role.ready)
@@ -112,7 +112,7 @@ class ReplicaProcess:
     # ------------------------------------------------------------------ the end
 
     def _stop_probing(self) -> None:
-        if self._probing is not None:
+        if self._probing:
             self._probing.close()
             self._probing = None
 

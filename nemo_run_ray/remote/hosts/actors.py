@@ -262,7 +262,7 @@ def code_of(role: RoleSpec) -> str:
     if not role.task.has_code:
         return ""
     archive = _archives().get(role.name)
-    if archive is None:
+    if not archive:
         return os.getcwd()
     for folder in os.environ["PYTHONPATH"].split(os.pathsep):
         if os.path.basename(folder.rstrip("/")) == archive.removesuffix(".zip"):

@@ -256,7 +256,7 @@ class Supervisor:
         While nobody can take more output, the children wait to write. What is ready of ``reading``
         and ``writing`` is returned.
         """
-        talking = [child for child in self.children if takes_output and child.pipe is not None]
+        talking = [child for child in self.children if takes_output and child.pipe]
         sources = [*reading, self._wake, *(child.pipe for child in talking)]
         is_busy = self.are_ending or any(child.code is not None for child in self.children)
         timeout_s = ROUND_S if is_busy else idle_s
@@ -281,7 +281,7 @@ class Supervisor:
             return False
         self.reap()
         for child in self.children:  # no process holds the other end of a pipe any more
-            while child.pipe is not None:
+            while child.pipe:
                 child.read()
         return True
 

@@ -136,11 +136,7 @@ BAD = {
     "clusters:\n  address: x\n": (1, "clusters", "did you mean 'cluster'"),
     "cluster:\n  adress: x\n": (2, "cluster.adress", "did you mean 'address'"),
     "pools:\n  gpu:\n    labels: {}\n": (3, "pools.gpu.labels", "did you mean 'label_selector'"),
-    "pools:\n  gpu:\n    gpus_per_node: '8'\n": (
-        3,
-        "pools.gpu.gpus_per_node",
-        "found a str",
-    ),
+    "pools:\n  gpu:\n    gpus_per_node: '8'\n": (3, "pools.gpu.gpus_per_node", "found a str"),
     "pools:\n  gpu:\n    zzz: 1\n": (3, "pools.gpu.zzz", "known are label_selector, image"),
     "env:\n  set: {A: 1}\n": (2, "env.set.A", "valid string; found a int"),
     "secrets: {HF_TOKEN: hf_abc}\n": (1, "secrets", "valid list."),

@@ -178,10 +178,7 @@ _ENV = st.dictionaries(st.sampled_from(["A_V", "B_V", "C_V"]), st.sampled_from("
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    layers=st.tuples(_LAYER, _LAYER, _LAYER),
-    env=st.tuples(_ENV, _ENV, _ENV, _ENV),
-)
+@given(layers=st.tuples(_LAYER, _LAYER, _LAYER), env=st.tuples(_ENV, _ENV, _ENV, _ENV))
 def test_code_wins_over_pool_over_defaults_over_environment(folder, layers, env):
     """The first layer that has a value gives it, for fields and for every variable alike."""
     code, pool, defaults = layers

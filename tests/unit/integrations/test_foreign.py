@@ -26,10 +26,7 @@ OTHERS = """
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        *((name, True) for name in CREDENTIALS.split()),
-        *((name, False) for name in OTHERS.split()),
-    ],
+    [*((name, True) for name in CREDENTIALS.split()), *((name, False) for name in OTHERS.split())],
 )
 def test_names_of_credentials(name, expected):
     assert is_credential_name(name) is expected

@@ -99,11 +99,7 @@ B = "2"
 """
     reading = read(text)
 
-    assert reading.values["defaults"] == {
-        "nodes": 4,
-        "gpus_per_node": 8,
-        "startup_commands": ["c"],
-    }
+    assert reading.values["defaults"] == {"nodes": 4, "gpus_per_node": 8, "startup_commands": ["c"]}
     assert reading.values["env"]["set"] == {"A": "1", "B": "2"}
     assert reading.sources["defaults", "nodes"].endswith("env.toml (nodes)")
     assert reading.sources["env", "set", "A"].endswith("env.toml (env_vars.A)")

@@ -105,10 +105,7 @@ def test_an_env_toml_is_no_file_of_skills(tmp_path):
                     "entrypoint_label_selector: {a: true}}",
                     " (backend.entrypoint_label_selector): defaults.label_selector: ",
                 ),
-                (
-                    "image_label_selectors: {x: y}}",
-                    ": backend.image_label_selectors.x: expected k",
-                ),
+                ("image_label_selectors: {x: y}}", ": backend.image_label_selectors.x: expected k"),
                 ("image_label_key: 3}", " (backend.image_label_key): image_label_key: "),
             )
         ),

@@ -16,12 +16,7 @@ from torchx.specs import AppDef, Role
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.fields import HttpProbe
 from nemo_run_ray.ids import job_id, safe_id
-from nemo_run_ray.plan.job import (
-    JobPlan,
-    describe,
-    entrypoint,
-    plan,
-)
+from nemo_run_ray.plan.job import JobPlan, describe, entrypoint, plan
 from nemo_run_ray.remote import start
 
 _WORDS = [

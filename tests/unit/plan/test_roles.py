@@ -355,10 +355,7 @@ def test_a_merged_executor_is_not_merged_again():
 
 #: What is wrong: the executors' fields, and the words that the message must have.
 _REFUSED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
-    "two roles of one name": (
-        [{"role": "a"}, {"role": "a"}],
-        ["'a'", "RayExecutor.role"],
-    ),
+    "two roles of one name": ([{"role": "a"}, {"role": "a"}], ["'a'", "RayExecutor.role"]),
     "two that would share variables": (
         [{"role": "a-b"}, {"role": "c"}, {"role": "A_b"}],
         ["'a-b'", "'A_b'", "NEMO_RUN_A_B_HOST", "RayExecutor.role"],
@@ -420,11 +417,7 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(submitted, 
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("gpus_per_node", 1.5, "1.5"),
-        ("ready", "http", "'http'"),
-    ],
+    ("name", "value", "words"), [("gpus_per_node", 1.5, "1.5"), ("ready", "http", "'http'")]
 )
 def test_what_was_assigned_to_a_role_later_is_checked(roles, name, value, words):
     for number, role in enumerate(("named", "g-1")):
@@ -434,13 +427,7 @@ def test_what_was_assigned_to_a_role_later_is_checked(roles, name, value, words)
             assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("nodes", 2),
-        ("runtime_env", {"pip": ["x"]}),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("nodes", 2), ("runtime_env", {"pip": ["x"]})])
 def test_a_field_of_the_whole_group_that_would_do_nothing_is_refused(roles, name, value):
     """As a launcher is: a plug-in that sets it must hear that it belongs to the roles."""
     with pytest.raises(ConfigError, match=f"RayExecutor.{name}"):

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_run_ray.remote import end_record
-from nemo_run_ray.remote.end_record import (
-    EndRecord,
-    LostEnds,
-    lock_of,
-    proof_of,
-    record_in,
-)
+from nemo_run_ray.remote.end_record import EndRecord, LostEnds, lock_of, proof_of, record_in
 from nemo_run_ray.remote.status import JobState, Reason, status_of_row
 
 NONCE = "0123456789abcdef"

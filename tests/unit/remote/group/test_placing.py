@@ -10,12 +10,7 @@ import pytest
 
 from nemo_run_ray.remote.fit import Node, ResourceRequest, matches
 from nemo_run_ray.remote.group import driver
-from nemo_run_ray.remote.group.driver import (
-    NODE_ID,
-    PlacementGroup,
-    requests_of,
-    why_waiting,
-)
+from nemo_run_ray.remote.group.driver import NODE_ID, PlacementGroup, requests_of, why_waiting
 from nemo_run_ray.remote.group.machine import Event, Group, Kind, Replica
 from nemo_run_ray.remote.hosts.actors import ReplicaHandle
 from nemo_run_ray.remote.spec import GroupSpec, JobSpec, RoleSpec

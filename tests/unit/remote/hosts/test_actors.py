@@ -30,10 +30,7 @@ class StartFailed(RayError):
 class Ray:
     """Ray with one actor that answers what the test says: by the number of the call."""
 
-    exceptions = SimpleNamespace(
-        RayError=RayError,
-        RuntimeEnvSetupError=RuntimeEnvSetupError,
-    )
+    exceptions = SimpleNamespace(RayError=RayError, RuntimeEnvSetupError=RuntimeEnvSetupError)
 
     def __init__(self) -> None:
         self.made = 0
