@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -96,7 +97,7 @@ class _LocalFields(Allowed):
 
 @dataclass
 class LocalState:
-    """The text of ``state.json``, which names ``ray start`` by its pid and identity."""
+    """The text of ``state.json``, which names Ray's main process by its pid and identity."""
 
     pid: int
     born: str | None
@@ -105,11 +106,13 @@ class LocalState:
     gcs: str = ""
     size: list[int | None] = field(default_factory=lambda: [None, None])
     keep: bool = False
+    #: A run was detached: it outlives its last user, until it is idle.
+    detached: bool = False
     users: list[list[Any]] = field(default_factory=list)
 
     @property
     def is_alive(self) -> bool:
-        """Whether ``ray start`` runs, which ends when one of Ray's processes dies."""
+        """Whether its raylet runs, without which nothing does; before it, ``ray start``."""
         return is_running(self.pid, self.born)
 
 
@@ -150,7 +153,7 @@ class LocalCluster(Cluster):
     def connect(self) -> Dashboard:
         with self._locked():
             state = self._read()
-            if state is None:
+            if not state:
                 self._remove_dead()
                 kept = "" if self.keep else " `nemo-run-ray up` keeps it between runs."
                 CONSOLE.log(f"Starting an embedded Ray on this machine (about 10 s) …{kept}")
@@ -166,7 +169,7 @@ class LocalCluster(Cluster):
 
     def find(self) -> Dashboard | None:
         state = self._read()
-        return None if state is None else self._dashboard(state)
+        return self._dashboard(state) if state else None
 
     def record(self) -> Json:
         return {"kind": self.kind, "state_dir": str(self._path)}
@@ -178,7 +181,7 @@ class LocalCluster(Cluster):
             ClusterError: it does not run.
         """
         state = self._read()
-        if state is None:
+        if not state:
             raise ClusterError("The embedded Ray has ended. Run the program again.")
         return {"RAY_ADDRESS": state.gcs, **self._credentials}
 
@@ -260,10 +263,14 @@ class LocalCluster(Cluster):
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            process.returncode = 0  # `stop` collects it
+            threading.Thread(target=process.wait, daemon=True).start()  # collects it
             state.pid, state.born = process.pid, process_identity(process.pid)
             self._write(state)
-            self._await_node(state)
+            self._await_node(state, process)
+            for pid in descendants(state.pid):  # `ray start` outlives a raylet that ends by itself
+                with suppress(OSError):
+                    if Path(f"/proc/{pid}/comm").read_text() == "raylet\n":
+                        state.pid, state.born = pid, process_identity(pid)
             self._join(state)
             # This ends the Ray when it is idle, and ends with it, by its environment.
             _detached(
@@ -281,7 +288,7 @@ class LocalCluster(Cluster):
         CONSOLE.log("Ray was too slow on this busy machine. Starting it again …")
         return self._start(tries - 1)
 
-    def _await_node(self, state: LocalState) -> None:
+    def _await_node(self, state: LocalState, process: subprocess.Popen[bytes]) -> None:
         """Wait for a node: the dashboard may answer for long before one can run a job."""
         deadline = monotonic() + _START_LIMIT_S
         while state.is_alive:
@@ -296,10 +303,9 @@ class LocalCluster(Cluster):
                     f"s{log_end(self._log)}"
                 )
             time.sleep(0.1)
-        code = os.waitstatus_to_exitcode(os.waitpid(state.pid, 0)[1])
         raise ClusterError(
-            f"The embedded Ray did not start: `ray start` ended with exit code {code}. Correct "
-            "what its log names, or give RayExecutor the address of a cluster"
+            f"The embedded Ray did not start: `ray start` ended with exit code {process.wait()}. "
+            "Correct what its log names, or give RayExecutor the address of a cluster"
             f"{log_end(self._log)}"
         )
 
@@ -350,7 +356,7 @@ class LocalCluster(Cluster):
     def _remove_dead(self) -> None:
         """Stop the cluster, or remove what one has left that died. The lock is held."""
         state = self._read_any()
-        if state is not None:
+        if state:
             self._stop(state)
 
     def _read_any(self) -> LocalState | None:
@@ -392,7 +398,7 @@ class LocalCluster(Cluster):
         last = self._read_any()
         if state.is_alive:
             return ""
-        if last is None or last.pid != state.pid:
+        if not last or last.pid != state.pid:
             return f"The embedded Ray at {state.url} has been stopped."
         return ClusterArchive(_died(state, self._log)).sentence
 
@@ -404,8 +410,11 @@ class LocalCluster(Cluster):
             text = rows.read_text(encoding="utf-8") if rows.exists() else ""
             return ClusterArchive(reason, rows_in(text), _logs_in(folder))
         last = self._read_any()
-        if last is None or last.is_alive:
+        if not last or last.is_alive:
             return None
+        with self._locked():  # until another process has stopped it
+            if self._read_any() != last:
+                return self.archive(session)
         ray = Path(last.root, RAY_FOLDER, session)
         if session and not ray.exists():
             return None
@@ -437,9 +446,6 @@ class LocalCluster(Cluster):
                 for pid in pids:
                     kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        if state.pid:
-            with suppress(ChildProcessError):  # another process has started it
-                os.waitpid(state.pid, os.WNOHANG)
         archives = self._path / "archive"
         with suppress(OSError):  # on a full disk: the next start must not fail for it
             for session in Path(state.root).glob(f"{RAY_FOLDER}/session_2*"):
@@ -465,20 +471,30 @@ class LocalCluster(Cluster):
         self._token.unlink(missing_ok=True)
         (self._path / "state.json").unlink(missing_ok=True)
 
+    def detach(self) -> None:
+        with self._locked():
+            state = self._read()
+            if state:
+                state.detached = True
+                self._write(state)
+
     def _leave(self, pid: int) -> None:
         """Stop it if it is unused, as the exit handler of a process, which its forks run too."""
         if pid == os.getpid():
-            self.stop_unused()
+            self.stop_unused(is_idle=False)
 
-    def stop_unused(self) -> None:
-        """Stop it, unless somebody else uses it, keeps it or runs a job on it."""
+    def stop_unused(self, is_idle: bool = True) -> None:
+        """Stop it, unless somebody else uses it, keeps it or runs a job on it.
+
+        After a detached run only when it was idle: its end is noted before.
+        """
         pid = os.getpid()
         with self._locked():
             state = self._read()
-            if state is None:
+            if not state:
                 return
             state.users = [user for user in state.users if user[0] != pid and is_running(*user)]
-            if not (state.users or state.keep):
+            if not (state.users or state.keep or (state.detached and not is_idle)):
                 try:
                     jobs = self._client(state).table()
                 except Unanswered as error:

@@ -162,3 +162,24 @@ def bars(page: str) -> list[str]:
     found = re.findall(r'<i class="([\w ]+)" style="left: ([\d.]+)%; width: ([\d.]+)%"', page)
     assert len([one for one in found if float(one[2]) > 1]) >= 3, found
     return found
+
+
+@pytest.mark.soak
+def test_a_raylet_that_ended_alone_is_a_death_too(own, unique):
+    """`ray start` continues without it, as it does after `ray stop`."""
+    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
+        script = run.Script(inline="echo here; sleep 1000")
+        experiment.add(script, executor=RayExecutor(cluster=own), name="job")
+        experiment.run(detach=True)
+    wait_for(lambda: "here" in tool("nemo-run-ray", "logs", unique).stdout)
+    raylet = psutil.Process(json.loads(Path(own.state_dir, "state.json").read_text())["pid"])
+    start = raylet.parent()
+    raylet.terminate()
+    wait_for(lambda: not lives(raylet.pid), 90)
+    assert lives(start.pid)
+    (row,) = status(unique)
+    assert (row["state"], "has died" in row["message"]) == ("LOST", True)
+    assert tool("nemo-run-ray", "logs", unique).stdout == "here\n"
+    own.connect()
+    assert not lives(start.pid)
+    assert own.find()

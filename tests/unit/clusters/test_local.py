@@ -7,8 +7,10 @@ import stat
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from filelock import Timeout
@@ -59,7 +61,7 @@ def test_a_pid_that_somebody_else_has_now(home):
 def test_another_version_finds_it_by_its_state(home):
     home._write(_me())
     path = home._path / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "detached": True}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_another": True}))
     assert home._read() == _me()
 
 
@@ -251,18 +253,17 @@ def test_logs_and_the_reason_outlive_the_next_start(home, tmp_path, monkeypatch)
     os.utime(log, (1000, 1000))
     monkeypatch.setattr(local, "_LOG_BYTES", 30)
     home._log.write_text("gcs_server [exit code=-9]\n")
-    with home._locked():
-        home._write(state)
-        before = home.archive(SESSION)
-        assert "has died: its process" in before.reason
-        assert before.log("x_1.job") == log
-        assert home.archive("").reason == before.reason, "whatever its session is"
-        assert "out-of-memory" not in before.reason
-        home._log.write_text("2026-11-22 10:00:00,000\tINFO scripts.py:989 -- To use Ray …\n")
-        guess = "gone; the machine's out-of-memory killer may have ended it. Its log is"
-        assert f"{guess} {home._log}" in home.archive("").reason
-        home._log.write_text("gcs_server [exit code=-9]\n")
-        home._remove_dead()
+    home._write(state)
+    before = home.archive(SESSION)
+    assert "has died: its process" in before.reason
+    assert before.log("x_1.job") == log
+    assert home.archive("").reason == before.reason, "whatever its session is"
+    assert "out-of-memory" not in before.reason
+    home._log.write_text("2026-11-22 10:00:00,000\tINFO scripts.py:989 -- To use Ray …\n")
+    guess = "gone; the machine's out-of-memory killer may have ended it. Its log is"
+    assert f"{guess} {home._log}" in home.archive("").reason
+    home._log.write_text("gcs_server [exit code=-9]\n")
+    home.stop()
     home._log.write_text("of the next one\n")
     wait_for(lambda: not (tmp_path / "nray-1").exists())
     archive = home.archive(SESSION)
@@ -289,6 +290,30 @@ def test_of_one_that_was_stopped_the_job_table_and_the_logs_are_kept(home, tmp_p
     assert archive.reason == "the embedded Ray that had it has been stopped"
     assert archive.rows["x_1.job"]["status"] == "SUCCEEDED"
     assert archive.log("x_1.job").read_text() == "its line\n"
+
+
+def test_nothing_is_lost_while_another_process_stops_it(home, tmp_path):
+    home._write(_dead(tmp_path))
+    kept = home._path / "archive" / SESSION
+    kept.mkdir(parents=True)
+    with ThreadPoolExecutor() as pool:
+        with home._locked():
+            archive = pool.submit(home.archive, SESSION)
+            (kept / "reason").write_text("it has been stopped")
+            (home._path / "state.json").unlink()
+        assert archive.result().reason == "it has been stopped"
+
+
+def test_a_detached_run_keeps_it_until_it_is_idle(home, monkeypatch):
+    stopped = Mock()
+    monkeypatch.setattr(LocalCluster, "_stop", stopped)
+    monkeypatch.setattr(LocalCluster, "_client", lambda *_: SimpleNamespace(table=list))
+    home._write(_me())
+    home.detach()
+    home._leave(os.getpid())
+    assert not stopped.called
+    home.stop_unused()
+    assert stopped.called
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left", "/tmp/x"), Timeout("another lock")])
