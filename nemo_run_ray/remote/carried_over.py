@@ -77,6 +77,8 @@ def rows_before(allocation: str, run: str) -> JobRows:
         if TABLE in files:
             with open(f"{folder}/{TABLE}", encoding="utf-8", errors="replace") as file:
                 table, written_at = file.read(), os.fstat(file.fileno()).st_mtime
+            if not rows_in(table):  # torn by a crash
+                continue
             why = ""
             if "end.json" in files:
                 end = f"{folder}/end.json"

@@ -27,6 +27,8 @@ the allocation before ("before"), or the program of the nodes (``remote/slurm/``
         refused     client, before: the message of sbatch, when Slurm does not take the job
         owner       script: a link to the number of the first job that started in this folder;
                     should Slurm have another one, since an answer was lost, that one ends at once
+        over        client: why it is given up, since Slurm has no job of it. A head that another
+                    Slurm knows continues
         stop        client, before: why the allocation is over. No client uses it, its head ends the
                     run, and a job that waits in Slurm's queue ends when it starts
         run/871.0/  script, nodes: the run, see remote/slurm/folder.py; 871.1 after a requeue

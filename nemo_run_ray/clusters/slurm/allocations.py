@@ -55,6 +55,7 @@ class SlurmAllocation:
     is_sent: bool = False  # whether somebody has begun to submit it
     is_renewal: bool = False  # whether it continues the dispatches of the allocation before
     job: str = ""  # Slurm's number of its job; empty until Slurm has taken it
+    over: str = ""  # why a client has given it up, of which Slurm had no job
     refused: str = ""  # by `sbatch`, with its message
     stop: str = ""  # why a user has stopped it, or a client gave it up
     run: str = ""  # folder of its newest run, below the allocation's; empty before the first one
@@ -72,7 +73,7 @@ class SlurmAllocation:
     @property
     def why_over(self) -> str:
         """The reason why it can serve no client any more; empty while it may."""
-        return self.stop or self.refused or (self.end.why if self.end is not None else "")
+        return self.stop or self.over or self.refused or (self.end.why if self.end else "")
 
     @property
     def is_queued(self) -> bool:
@@ -88,19 +89,21 @@ class SlurmAllocation:
     @property
     def asks_for_next(self) -> bool:
         """Whether its script, at its end, asks for the next allocation now."""
-        if self.end is None or not self.end.renews or self.stop:
+        if not self.end or not self.end.renews or self.stop:
             return False
         return self.ended_s < _ASKING_S
 
     @property
     def may_start_again(self) -> bool:
         """Whether Slurm may start its job again, of which one start has ended."""
-        if self.end is None or self.stop:
+        if not self.end or self.stop:
             return False
         if self.is_queued:
             return True
-        # Exit code 143 may be a requeue; the next answer of squeue tells.
-        return self.end.code == 143 and (self.queued is not None or not self.slurm_answered)
+        # Exit code 143 may be a requeue; the next answer of squeue tells. A job of which a node
+        # hangs stays in the queue for hours.
+        is_unclear = self.queued is not None or not self.slurm_answered
+        return self.end.code == 143 and is_unclear and self.ended_s < _ASKING_S
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class History:
             return rows  # there is no other run
         # Each run has carried the rows of those before it over into its own table.
         latest = next((run for run in self.runs if run["table"]), None)
-        if latest is None:
+        if not latest:
             return rows
         # A run is over, also without a recorded end, when there is a newer one.
         is_over = is_up or latest["end"] is not None or latest is not self.runs[0]
@@ -166,6 +169,8 @@ class Allocations:
         request = {"folder": self.folder, "do": what, "with": arguments}
         program = (
             "import sys, types\n"
+            "sys.version_info < (3, 9) and sys.exit('this python3 is older than 3.9; put a later "
+            "one first into PATH, by pre_command of the SSHTunnel')\n"
             f"for name, text in {_MODULES!a}.items():\n"
             "    module = sys.modules[name] = types.ModuleType(name)\n"
             "    exec(text, module.__dict__)\n"
@@ -210,7 +215,7 @@ class Allocations:
         """
         allocation = self.look()
         self._seen = float("-inf"), None
-        if allocation is None or allocation.refused:
+        if not allocation or allocation.refused:
             return False
         return bool(self.ask("cancel", number=allocation.number, why=why))
 
@@ -224,7 +229,7 @@ class Allocations:
         """
         self.newest()  # so that the history is a moment old at most
         history = self._history(session, session=session)
-        if history is None:
+        if not history:
             return None
         reason, continues = _reason(history)
         return ClusterArchive(reason, history.rows(session), partial(self._log, history), continues)
@@ -261,7 +266,7 @@ class Allocations:
         """The log of a job, which is fetched to this machine if it lies elsewhere."""
         name = f"job-driver-{submission_id}.log"
         run = next((run["folder"] for run in history.runs if name in run["logs"]), None)
-        if run is None:
+        if not run:
             return None
         there = f"{run}/{JOB_LOGS}/{name}"
         if self.login.is_here:
@@ -270,7 +275,7 @@ class Allocations:
         with suppress(NemoRunRayError, OSError):  # `logs` tries it again
             if not here.exists():
                 here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                files.write_file(here, self.login.run(f"cat {shlex.quote(there)}"))
+                files.write_file(here, self.login.run(f"cat {shlex.quote(there)}", 2**26))
             return here
         return None
 
@@ -293,7 +298,7 @@ def _reason(history: History) -> tuple[str, bool]:
     # One that was made after the runs were read continues them too.
     if newest.number - newest.is_renewal in history.numbers:
         ended = _last_before(newest, history)
-        if ended is not None:
+        if ended:
             job = f"Slurm job {newest.job}"
             if newest.asks_for_next or not newest.job:
                 job = "the next one, which is being asked for"

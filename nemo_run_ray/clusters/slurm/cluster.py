@@ -221,7 +221,7 @@ class SlurmCluster(Cluster):
 
     def _dashboard(self, allocation: SlurmAllocation) -> Dashboard:
         login, head = self._login, allocation.head
-        assert head is not None
+        assert head
         url, place = head.dashboard, ""
         if not login.is_here:
             url, place = login.forward(head.address, head.dashboard_port), f" on {login.name}"
@@ -238,7 +238,7 @@ class SlurmCluster(Cluster):
         newest = None
         with suppress(NemoRunRayError):
             newest = self._own_allocations.newest()
-        if newest is None:
+        if not newest:
             return ""
         why = "another one has its name"
         if newest.number == allocation.number:
@@ -295,7 +295,7 @@ class BringUp:
                 newest = self.allocations.look()
                 has_answered = True
                 allocation = self._step(newest)
-                if allocation is not None:
+                if allocation:
                     return allocation
             except Unanswered as error:
                 if not has_answered and monotonic() - self._began >= 60.0:
@@ -317,12 +317,12 @@ class BringUp:
 
     def _step(self, newest: SlurmAllocation | None) -> SlurmAllocation | None:
         """Do what is next for the newest allocation, and return it once it is ready."""
-        why = "" if newest is None else _why_unusable(newest)
-        if newest is not None and why:
+        why = _why_unusable(newest) if newest else ""
+        if newest and why:
             if not newest.why_over:  # Slurm has no job of it: tell the other clients
-                self.allocations.ask("note", number=newest.number, name="stop", text=why)
+                self.allocations.ask("note", number=newest.number, name="over", text=why)
             self._raise_if_failed(newest, why)
-        if newest is None:  # nobody has brought the cluster up yet
+        if not newest:  # nobody has brought the cluster up yet
             self._claim(1)
         elif why and newest.asks_for_next:  # it is being renewed: its script submits the next one
             self.say(f"The allocation of the cluster {self.cluster.name!r} is being renewed.")
@@ -366,7 +366,7 @@ class BringUp:
         Raises:
             ClusterError: Slurm does not take the job, or Ray did not come up in it.
         """
-        if newest.number != self._joined or newest.head is not None:
+        if newest.number != self._joined or newest.head:
             return  # this client did not wait for it, or Ray was up
         if why == LEFT_EARLY or not (newest.job or newest.refused):
             return  # nobody waited for it any more, or Slurm never had it

@@ -18,7 +18,7 @@ from nemo_run.core.tunnel.client import LocalTunnel
 from nemo_run_ray import ssh
 from nemo_run_ray.errors import ClusterError, Unanswered
 
-#: Seconds for one command, and the speed with which a file is sent at least.
+#: Seconds for one command, and the speed with which a file is sent or fetched at least.
 _COMMAND_S, _BYTES_PER_S = 90, 2**17
 #: The first line that a script prints.
 _MARK = "nemo-run-ray-begins"
@@ -44,8 +44,8 @@ class Login:
         self._turn = threading.Lock()
         self._forwards: dict[tuple[str, int], int] = {}  # ports of this process
 
-    def run(self, script: str) -> bytes:
-        """Run a script for ``sh`` and return its output.
+    def run(self, script: str, most_bytes: int = 0) -> bytes:
+        """Run a script for ``sh`` and return its output, for which it has more time if it is large.
 
         Raises:
             Unanswered: the connection has broken off; the script may have run.
@@ -55,7 +55,7 @@ class Login:
         text = f"{{ printf '%s\\n' {_MARK}\n{script}\n}} < /dev/null\n".encode()
         words, pipe = ["sh"], subprocess.PIPE
         with self._turn:
-            if self.ssh is not None:
+            if self.ssh:
                 # Any login shell understands this, csh and fish too.
                 before = self.tunnel.pre_command
                 words = [*self.ssh.command(), f"{before} && sh" if before else "sh"]
@@ -63,7 +63,7 @@ class Login:
             process = subprocess.Popen(
                 words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
-            limit_s = _COMMAND_S + len(text) / _BYTES_PER_S
+            limit_s = _COMMAND_S + (len(text) + most_bytes) / _BYTES_PER_S
             try:
                 output, errors = process.communicate(text, timeout=limit_s)
             except subprocess.TimeoutExpired as error:
@@ -71,7 +71,7 @@ class Login:
                 process.communicate()
                 raise Unanswered(f"{self.name} gave no answer within {limit_s:.0f} s.") from error
         code = process.returncode
-        if self.ssh is not None and code == ssh.FAILED:
+        if self.ssh and code == ssh.FAILED:
             why = " ".join(errors.decode(errors="replace").split())
             raise Unanswered(f"The connection to {self.name} has broken off: {why or 'no reason'}")
         if code < 0:
@@ -99,7 +99,7 @@ class Login:
             def handle(self) -> None:
                 """Carry one connection; without a way it is closed, and its owner asks again."""
                 with suppress(ClusterError):
-                    assert login.ssh is not None
+                    assert login.ssh
                     subprocess.call(
                         login.ssh.command(f"-W[{host}]:{port}"),
                         stdin=self.request,

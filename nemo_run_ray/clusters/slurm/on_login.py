@@ -59,7 +59,7 @@ class ClusterFolder:
             return None
         path = self._lives / str(number)
         os.listdir(path)  # so that a shared file system looks for new files
-        words = ("claimed", "job", "refused", "stop")
+        words = ("claimed", "job", "over", "refused", "stop")
         found: Row = {
             "number": number,
             "is_sent": os.path.exists(f"{path}/sbatch"),
@@ -68,7 +68,7 @@ class ClusterFolder:
             **{name: " ".join(_read(f"{path}/{name}").split()) for name in words},
         }
         changed_at, run = _changed_at(f"{path}/job"), _newest_run(path)
-        if run is not None:
+        if run:
             os.listdir(run)
             end_at = _changed_at(f"{run}/end.json")
             changed_at = max(changed_at, end_at, _changed_at(f"{run}/ready.json"))
@@ -88,13 +88,17 @@ class ClusterFolder:
         All clients of the cluster ask once in a while, and after a change of the folder: what Slurm
         said before it proves nothing.
         """
-        path = f"{self._folder}/queue.json"
+        path, of = f"{self._folder}/queue.json", [changed_at, os.uname().nodename]
         kept = _json(path)
-        if kept and kept.get("of") == changed_at and 0 <= time.time() - kept["at"] < pause_s:
+        if kept and kept["of"] != of:  # another host may belong to another Slurm
+            kept = None
+        if kept and 0 <= time.time() - kept["at"] < pause_s:
             return kept["rows"]
         rows = _squeue()
+        if rows is None and kept:
+            rows = kept["rows"]
         with suppress(OSError):  # a full disk
-            write_file(path, json.dumps({"at": time.time(), "of": changed_at, "rows": rows}))
+            write_file(path, json.dumps({"at": time.time(), "of": of, "rows": rows}))
         return rows
 
     def history(self, pause_s: float, session: str = "", number: int = 0) -> Row | None:
@@ -110,7 +114,7 @@ class ClusterFolder:
         if session:
             paths = self._lives.glob("*/run/*/session")
             path = next((path for path in paths if _read(path).strip() == session), None)
-            if path is None:
+            if not path:
                 return None
             number = int(path.parts[-4])
             while os.path.exists(f"{self._lives}/{number + 1}/renewed"):
@@ -247,9 +251,9 @@ class ClusterFolder:
         if jobs:
             code, problem = _command("scancel", *jobs)
         if code == _TIMED_OUT:  # Slurm does not answer
-            if run is not None and not has_ended:
+            if run and not has_ended:
                 return True  # its head reads `stop` and ends the run
-            if run is not None and was_stopped:
+            if run and was_stopped:
                 return False  # its head has ended the run, for the `stop` of an earlier call
             raise OSError(
                 "Slurm gives no answer. A job that waits in its queue stays there, and ends when "
@@ -322,8 +326,9 @@ def _read(path: str | os.PathLike[str]) -> str:
 
 def _json(path: str) -> Row | None:
     """The object that another of our programs has written; ``None`` before it has."""
-    text = _read(path)
-    return dict(json.loads(text)) if text else None
+    with suppress(ValueError):  # empty, or torn by a crash
+        return dict(json.loads(_read(path)))
+    return None
 
 
 def _changed_at(path: str | os.PathLike[str]) -> float:

@@ -122,7 +122,7 @@ class Allocation:
             users = set(os.listdir(f"{self._folder}/users"))
         except OSError:  # the folder cannot be read now
             return None
-        if end is not None:
+        if end:
             return end
         # A new user needs time to submit.
         if not is_idle or self._idle_since is None or users - self._seen_users:

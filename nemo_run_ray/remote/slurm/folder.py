@@ -125,10 +125,10 @@ class RunFolder:
     def reports(self) -> dict[int, NodeReport]:
         """The reports of all nodes, by rank."""
         rows: dict[int, NodeReport] = {}
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # a crash may tear a file
             for name in os.listdir(f"{self.path}/nodes"):
                 row = self.read(f"nodes/{name}", NodeReport) if name.endswith(".json") else None
-                if row is not None:
+                if row:
                     rows[int(name[:-5])] = row
         return rows
 
@@ -147,7 +147,7 @@ class RunFolder:
         """Look at heartbeats, at least ``BEAT_S`` after the last look; the nodes that seem dead."""
         for rank in ranks:
             last, missed = self._seen.get(rank, ("", 0))
-            beat = last
+            beat = ""  # one that cannot be read is not missed
             with suppress(OSError), open(f"{self.path}/beats/{rank}") as file:
                 beat = file.read()
             self._seen[rank] = beat, missed + 1 if beat and beat == last else 0

@@ -53,7 +53,7 @@ class Head(NodeProgram):
             self.reports = self.folder.reports()
             self.watched = {rank for rank, row in self.reports.items() if rank and not row.left}
             end = self._requested_end()
-        if self.ray is None:
+        if not self.ray:
             self._allocation.begin()
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with open(os.open(f"{self.settings.run}/token", flags, 0o600), "w") as file:
@@ -67,7 +67,7 @@ class Head(NodeProgram):
         self._follow_ray()
         if self.was_ready:
             end = end or self._driver_end() or self._allocation.step()
-        if end is not None:
+        if end:
             return end
         waiting, why = decide(self, monotonic() - self.began)
         if why:
@@ -121,7 +121,7 @@ class Head(NodeProgram):
             names = {f"job-driver-{row.get('submission_id')}.log" for row in ended}
             self.keep_job_logs(1.0, names)
         failed = end.code == CLUSTER_FAILED and not self.was_ready
-        if failed and self._requested_end() is None and self._allocation.may_try_again():
+        if failed and not self._requested_end() and self._allocation.may_try_again():
             end = end._replace(renews=True)
         with suppress(OSError):  # on a full disk the workers miss the head's heartbeat
             end = self.folder.publish_end(end)
@@ -184,14 +184,14 @@ class Head(NodeProgram):
 
     def _driver_end(self) -> RunEnd | None:
         """The end of the driver, which is started when the job's script names it."""
-        code = None if self._driver is None else self._driver.code
+        code = self._driver.code if self._driver else None
         elsewhere, command = self.folder.text("driver_exit_code"), self.folder.text("command")
         if elsewhere is not None:
             code = int(elsewhere)
         if code is not None:
-            ending = describe_exit(code) if self._driver is None else self._driver.ending
+            ending = self._driver.ending if self._driver else describe_exit(code)
             return RunEnd(code, f"the driver: {ending}")
-        if self._driver is None and command is not None:
+        if not self._driver and command is not None:
             env = {**self.ray_env, **driver_environment(self.ray_env, self._head)}
             if self.env.get("NEMO_RUN_RAY_DRIVER_GPUS") != "1":
                 env["CUDA_VISIBLE_DEVICES"] = ""  # Ray gives GPUs to tasks; NeMo-Run: `--gpus=0`
@@ -235,7 +235,7 @@ def decide(head: Head, elapsed_s: float) -> tuple[str, str]:
     late, slow = {}, []
     for rank in range(settings.nodes):
         report = reports.get(rank)
-        if report is None:
+        if not report:
             late[rank] = f"{settings.hosts[rank]}, which has not begun"
         elif report.address not in head.alive:
             given_up = f", where Ray itself has given up: {report.retried}"

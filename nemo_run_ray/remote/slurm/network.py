@@ -86,6 +86,8 @@ def choose_ports(wanted: Mapping[str, int], is_head: bool, salt: int) -> dict[st
             )
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         end = min(int(file.read().split()[0]), _END)
+    if end - _FIRST_OF_FEW < _BLOCK:  # the kernel gives away nearly all: a free port has to do
+        end = _END
     # With fewer blocks, two clusters on a node would not get one each.
     start = _FIRST if end - _FIRST >= 4 * _BLOCK else _FIRST_OF_FEW
     blocks = (end - start) // _BLOCK

@@ -112,7 +112,7 @@ class NodeProgram(ABC):
         try:
             self._begin()
             end: RunEnd | None = None
-            while end is None:
+            while not end:
                 self.beat()
                 self.children.reap()
                 self._watch_sidecars()
@@ -125,7 +125,7 @@ class NodeProgram(ABC):
                 order = runner.order()
                 if order == b"":
                     raise CannotContinue(self._why_no_watchdog())
-                if order is not None and end is None:
+                if order is not None and not end:
                     is_late = time.time() + 1 >= (self.settings.ends_at or float("inf"))
                     why = (
                         "Slurm's time limit has ended the job"
@@ -242,7 +242,7 @@ class NodeProgram(ABC):
             CannotContinue: Ray is over on this node.
         """
         # Once the run is over, Ray has a reason to end.
-        if self.ray is None or self.ray.code is None or self.folder.end() is not None:
+        if not self.ray or self.ray.code is None or self.folder.end():
             return
         why = ""
         if self.ray.code == 127:
@@ -266,9 +266,10 @@ class NodeProgram(ABC):
                     f"{settings.share_limit_s:g} s what the job's script has written there"
                 )
             time.sleep(TURN_S)
-        self.folder.beat()
         if not self.env.get("RAY_TEMP_DIR"):
             hold_folder(os.path.dirname(settings.temp_dir))
+        # Before the first heartbeat it is not missed; to remove old folders may take minutes.
+        self.folder.beat()
         os.makedirs(settings.temp_dir, exist_ok=True)
         if settings.log_sync_s:
             self._beside.append(self._copy_logs(settings.log_sync_s))
@@ -281,7 +282,7 @@ class NodeProgram(ABC):
             if sidecar.command:
                 child = self.start(["bash", "-c", sidecar.command], log, env)
                 self._beside.append(child)
-            if sidecar.probe is not None:
+            if sidecar.probe:
                 from ..node.probe import Probing  # most nodes do without it
 
                 probing = Probing(sidecar.probe, "127.0.0.1", {}, {**env, TAG: self._tag})
@@ -303,10 +304,10 @@ class NodeProgram(ABC):
         """
         for name, child, log, probing in self._sidecars:
             why = ""
-            if child is not None and child.code is not None:
+            if child and child.code is not None:
                 why = f"has ended: {child.ending}"
             elif name not in self.report.ready:
-                answer = "" if probing is None else probing.step()
+                answer = probing.step() if probing else ""
                 if answer:
                     why = f"is {answer}"
                 elif answer is not None:
@@ -330,9 +331,9 @@ class Worker(NodeProgram):
                 f"the head's program writes nothing into {self.settings.run} any more; this node "
                 "ends its processes"
             )
-        if self.looks or self._head is None:
+        if self.looks or not self._head:
             end = self.folder.end()
-            if end is not None:
+            if end:
                 return end
             head = self.folder.read("nodes/0.json", NodeReport)
             limit_s = self.settings.start_limit_s
@@ -342,7 +343,7 @@ class Worker(NodeProgram):
             # A `ray start` that waits for the Ray before, or has joined it, would not notice for
             # minutes that the head has started it again.
             if head and head.ray and HeadAddress(*head.ray) != self._head:
-                if self._head is not None:
+                if self._head:
                     self.say("The head has started Ray again, and so does this node.")
                     self.children.stop(GRACE_S, keep=self._beside)
                 self._head = HeadAddress(*head.ray)
@@ -352,12 +353,12 @@ class Worker(NodeProgram):
         return None
 
     def ray_start_argv(self, ports: Mapping[str, int]) -> list[str]:
-        assert self._head is not None
+        assert self._head
         gcs, own = self._head.gcs, self.report.address
         return ["ray", "start", f"--address={gcs}", f"--node-ip-address={own}"]
 
     def leave(self, end: RunEnd) -> int:
-        if self.folder.end() is None:
+        if not self.folder.end():
             why = end.why if end.code == CLUSTER_FAILED else failure(self.settings, end.why).why
             say(why)  # without a shared folder nothing else has it
             self.publish(failed=why)  # the other nodes continue, and must know why

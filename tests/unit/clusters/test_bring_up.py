@@ -15,7 +15,7 @@ import pytest
 from nemo_run_ray.clusters.slurm import allocations as allocations_module
 from nemo_run_ray.clusters.slurm import cluster as cluster_module
 from nemo_run_ray.clusters.slurm import on_login
-from nemo_run_ray.clusters.slurm.allocations import Allocations
+from nemo_run_ray.clusters.slurm.allocations import Allocations, RunEnd, SlurmAllocation
 from nemo_run_ray.clusters.slurm.cluster import BringUp
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, Unanswered
@@ -196,6 +196,24 @@ def test_slurm_is_asked_with_a_full_disk(tmp_path, monkeypatch):
     assert on_login.ClusterFolder(str(tmp_path))._queue(30.0, 0.0) == []
 
 
+def test_the_last_answer_of_slurm_counts_on_its_host_while_there_is_no_other(tmp_path, monkeypatch):
+    folder, kept = on_login.ClusterFolder(str(tmp_path)), tmp_path / "queue.json"
+    answers = iter([["a job"], None, None, []])
+    monkeypatch.setattr(on_login, "_squeue", lambda: next(answers))
+    assert folder._queue(0.0, 0.0) == folder._queue(0.0, 0.0) == ["a job"]
+    kept.write_text(kept.read_text().replace(os.uname().nodename, "of another Slurm"))
+    assert folder._queue(30.0, 0.0) is None
+    kept.write_text("{")  # torn by a crash
+    assert folder._queue(30.0, 0.0) == []
+
+
+def test_a_job_that_never_leaves_the_queue_is_not_waited_for():
+    end, row = RunEnd(143, "its walltime"), {"state": "COMPLETING"}
+    assert SlurmAllocation(1, end=end, ended_s=9, queued=row).may_start_again
+    assert not SlurmAllocation(1, end=end, ended_s=400, queued=row).may_start_again
+    assert SlurmAllocation(1, end=end, ended_s=400, queued={"state": "PENDING"}).may_start_again
+
+
 @pytest.mark.parametrize(
     ("row", "cancelled"),
     [
@@ -261,6 +279,7 @@ def test_failures_of_slurm_say_what_it_said(world):
     world.events = [_nothing, world.forget, _nothing, _nothing]
     with pytest.raises(ClusterError, match="has no job 101 any more"):
         world.client().run()
+    assert not (world.life() / "stop").exists(), "another Slurm may have it, whose head obeys that"
     world.events = [_nothing] * 20
     with pytest.raises(ClusterError, match="has not started within queue_timeout_s=10"):
         world.client(queue_timeout_s=10).run()

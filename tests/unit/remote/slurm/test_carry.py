@@ -273,6 +273,7 @@ def test_each_run_hands_one_table_on_to_the_next(world):
     world.table.unlink()
     (world.run / "end.json").write_text("{")  # it only explains
     (world.path / "run/8.1").mkdir()
+    (world.path / "run/8.1" / TABLE).write_text("[{")  # torn by a crash
     third = world.path.parent / "3"
     (third / "run/9.0").mkdir(parents=True)
     (third / "run/.DS_Store").write_bytes(b"\xff")

@@ -61,3 +61,6 @@ def test_a_beat_that_does_not_grow_is_a_death_after_some_rounds(tmp_path):
     assert folder.silent({1, 2}) == {1}
     folder.beat()
     assert folder.silent({1, 2}) == set()
+    (tmp_path / "beats" / "1").unlink()
+    for _ in range(LATE_ROUNDS + 1):
+        assert folder.silent({1, 2}) == set(), "one that cannot be read is not missed"
