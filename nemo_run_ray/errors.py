@@ -211,7 +211,7 @@ def paragraph(error: NemoRunRayError) -> str:
         return "".join(traceback.format_exception(error)).rstrip()
     text = "".join(traceback.format_exception_only(error)).rstrip()
     cause = error.__cause__
-    while cause:
+    while cause is not None:
         text = f"{getattr(cause, 'traceback_elsewhere', '')}\n\n{text}".strip()
         cause = cause.__cause__
     place = ""

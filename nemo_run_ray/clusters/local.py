@@ -97,14 +97,16 @@ class _LocalFields(Allowed):
 
 @dataclass
 class LocalState:
-    """The text of ``state.json``, which names Ray's main process by its pid and identity."""
+    """The text of ``state.json``, which names processes by their pid and identity."""
 
-    pid: int
+    pid: int  # of `ray start`
     born: str | None
     url: str
     root: str
     gcs: str = ""
     size: list[int | None] = field(default_factory=lambda: [None, None])
+    #: Without it nothing runs, and `ray start` outlives one that ends by itself.
+    raylet: list[Any] = field(default_factory=list)
     keep: bool = False
     #: A run was detached: it outlives its last user, until it is idle.
     detached: bool = False
@@ -112,7 +114,12 @@ class LocalState:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its raylet runs, without which nothing does; before it, ``ray start``."""
+        """Whether it may run jobs."""
+        return self.is_there and (not self.raylet or is_running(*self.raylet))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether ``ray start`` runs, which ends when one of Ray's processes is killed."""
         return is_running(self.pid, self.born)
 
 
@@ -267,10 +274,10 @@ class LocalCluster(Cluster):
             state.pid, state.born = process.pid, process_identity(process.pid)
             self._write(state)
             self._await_node(state, process)
-            for pid in descendants(state.pid):  # `ray start` outlives a raylet that ends by itself
+            for pid in descendants(state.pid):
                 with suppress(OSError):
-                    if Path(f"/proc/{pid}/comm").read_text() == "raylet\n":
-                        state.pid, state.born = pid, process_identity(pid)
+                    if not state.raylet and Path(f"/proc/{pid}/comm").read_text() == "raylet\n":
+                        state.raylet = [pid, process_identity(pid)]
             self._join(state)
             # This ends the Ray when it is idle, and ends with it, by its environment.
             _detached(
@@ -398,7 +405,7 @@ class LocalCluster(Cluster):
         last = self._read_any()
         if state.is_alive:
             return ""
-        if not last or last.pid != state.pid:
+        if not last or last.root != state.root:
             return f"The embedded Ray at {state.url} has been stopped."
         return ClusterArchive(_died(state, self._log)).sentence
 
@@ -413,8 +420,9 @@ class LocalCluster(Cluster):
         if not last or last.is_alive:
             return None
         with self._locked():  # until another process has stopped it
-            if self._read_any() != last:
-                return self.archive(session)
+            now = self._read_any()
+        if now != last:
+            return self.archive(session)
         ray = Path(last.root, RAY_FOLDER, session)
         if session and not ray.exists():
             return None
@@ -432,7 +440,7 @@ class LocalCluster(Cluster):
     def _stop(self, state: LocalState, jobs: list[Any] | None = None) -> None:
         """End the cluster's processes and archive its logs and job table. The lock is held."""
         family, has_died = {}, not state.is_alive
-        if not has_died:
+        if state.is_there:
             # Those that changed their title have lost the environment that marks them.
             family = {pid: process_identity(pid) for pid in descendants(state.pid)}
             kill(state.pid, signal.SIGTERM)
@@ -442,7 +450,7 @@ class LocalCluster(Cluster):
             *marked(mark),
             *(pid for pid, born in family.items() if is_running(pid, born)),
         }:
-            if monotonic() > deadline or not state.is_alive:
+            if monotonic() > deadline or not state.is_there:
                 for pid in pids:
                     kill(pid, signal.SIGKILL)
             time.sleep(0.05)
@@ -492,7 +500,7 @@ class LocalCluster(Cluster):
         with self._locked():
             state = self._read()
             if not state:
-                return
+                return self._remove_dead()
             state.users = [user for user in state.users if user[0] != pid and is_running(*user)]
             if not (state.users or state.keep or (state.detached and not is_idle)):
                 try:
@@ -522,4 +530,4 @@ def _died(state: LocalState, its_log: Path) -> str:
     """Say that it has died, as the end of a sentence."""
     end = log_end(its_log)
     guess = "" if "\n    | " in end else "; the machine's out-of-memory killer may have ended it"
-    return f"the embedded Ray at {state.url} has died: its process {state.pid} is gone{guess}{end}"
+    return f"the embedded Ray at {state.url} has died: its process or raylet is gone{guess}{end}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,8 +64,6 @@ _REFUSED_LABEL = {"no label": "wake"}
 #: which may never come, and until the stream is given up. On a busy head a stream may stand still,
 #: and NeMo-Run waits for a log only until 10 s after the job's end (0.12).
 _LOOK_S, _BEGIN_S, _SILENCE_MAX_S = 5.0, 1.0, 300.0
-#: The kernel notices within a minute that the other end of a silent stream is gone (on Linux).
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 #: Answers of a front that passes the Jobs API on and not the state API.
 _CLOSED = {401, 403, 404, 405, 501}
 _T = TypeVar("_T")
@@ -80,10 +77,6 @@ class _Connection(ClientConnection):
     """One that is never redirected: ``connect`` would take headers along to another origin."""
 
     def handshake(self, *args: Any, **kwargs: Any) -> None:
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEP_ALIVE.items():
-            if hasattr(socket, name):
-                self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         try:
             super().handshake(*args, **kwargs)
         except InvalidStatus as error:

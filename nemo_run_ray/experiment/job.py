@@ -682,7 +682,8 @@ class RemoteJob:
                     raise JobError("it did not arrive in time.")
                 yield text
 
-        if not self._api() or len(self.left_logs()) >= status.attempt:
+        # Those of a chain's earlier allocations alone are not all while its cluster answers.
+        if self.left_logs()[status.attempt - 1 if self._api() else 0 :]:
             texts = self.saved_log()
         else:
             texts = self._joined(self._read(one + 1, at_once=True) for one in range(status.attempt))

@@ -332,7 +332,7 @@ def _results(
                     raise failed from cause
                 yield failed
             has_read = False  # the workers need items, too
-        if error and not isinstance(error, StopIteration):
+        if error is not None and not isinstance(error, StopIteration):
             raise error
     finally:
         tasks.give_up(list(live.values()))

@@ -521,7 +521,7 @@ class TaskQueue:
         for item, (data, text, seconds) in zip(call.items, rows, strict=False):
             item.function.measured(seconds, len(data or b""))
             failure = None if item.future.done() else item.take(data, text)
-            if failure:
+            if failure is not None:
                 self._has_failed([item], failure)
 
     def _was_lost(self, call: _RayTask, error: BaseException) -> None:

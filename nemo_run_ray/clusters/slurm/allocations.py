@@ -303,7 +303,7 @@ def _reason(history: History) -> tuple[str, bool]:
             if newest.asks_for_next or not newest.job:
                 job = "the next one, which is being asked for"
             return f"{why(ended)}, and chains continue in {job}, when Ray is up in it", True
-        problem = newest.stop or newest.refused
+        problem = newest.stop or newest.over or newest.refused
     if not last["end"] or not last["end"].get("renews"):
         return why(last), False
     return f"{why(last)}, and the next one did not come{problem and f': {problem}'}", False

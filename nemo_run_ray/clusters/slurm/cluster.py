@@ -320,7 +320,12 @@ class BringUp:
         why = _why_unusable(newest) if newest else ""
         if newest and why:
             if not newest.why_over:  # Slurm has no job of it: tell the other clients
-                self.allocations.ask("note", number=newest.number, name="over", text=why)
+                self.allocations.ask(
+                    "note",
+                    number=newest.number,
+                    name="over" if newest.job else "stop",
+                    text=why,
+                )
             self._raise_if_failed(newest, why)
         if not newest:  # nobody has brought the cluster up yet
             self._claim(1)

@@ -124,7 +124,7 @@ def take_key() -> str:
     command that is a Ray program. The key is empty when it is not on this node any more.
     """
     path = archived(KEY)
-    if path is None:
+    if not path:
         return ""  # a restarted driver finds none
     uri = f"gcs://{os.path.basename(os.path.dirname(path))}.zip"
     with suppress(KeyError, ValueError):  # a Ray that says it otherwise

@@ -19,7 +19,7 @@ from nemo_run_ray.experiment.dispatch import Snapshot
 from nemo_run_ray.experiment.store import UNKEPT, Kept, store_of
 from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.spec import NONCE_KEY
-from nemo_run_ray.remote.status import CLAIM_KEY, JobState, attempt_id
+from nemo_run_ray.remote.status import CLAIM_KEY, JobState, JobStatus, attempt_id
 from tests.fake_ray import FAILS, NODE, FakeRay, Trouble
 from tests.unit.experiment.conftest import Submitted
 
@@ -170,6 +170,19 @@ def test_a_log_that_is_followed_ends_with_its_job(ray, unique, monkeypatch):
     monkeypatch.setattr(history, "follow", lambda *_: iter([succeeds() or "words\n"]))
     monkeypatch.setattr(history, "_LOOK_AGAIN_S", -1)  # a pause fails
     assert "".join(job.log(follow=True)) == "words\n"
+
+
+def test_the_logs_of_all_attempts_are_kept_or_none(ray, unique, tmp_path, monkeypatch):
+    (job,) = Submitted(ray, unique, "job").jobs.values()
+    with monkeypatch.context() as gone:
+        gone.setattr(job, "_api", lambda: None)
+        with pytest.raises(JobError):
+            job.keep(JobStatus(JobState.FAILED, attempt=2))
+    assert not job.kept.log.exists()
+    monkeypatch.setattr(job, "left_logs", lambda: [tmp_path / "of an earlier allocation"])
+    monkeypatch.setattr(job, "_read", lambda number, at_once: iter([f"of {number}\n"]))
+    job.keep(JobStatus(JobState.FAILED, attempt=2))
+    assert job.kept.log.read_text().splitlines()[::2] == ["of 1", "of 2"]
 
 
 def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):
