@@ -268,7 +268,7 @@ class NodeProgram(ABC):
             time.sleep(TURN_S)
         if not self.env.get("RAY_TEMP_DIR"):
             hold_folder(os.path.dirname(settings.temp_dir))
-        # Before the first heartbeat it is not missed; to remove old folders may take minutes.
+        # A node without a first heartbeat is not missed, and to remove old folders takes minutes.
         self.folder.beat()
         os.makedirs(settings.temp_dir, exist_ok=True)
         if settings.log_sync_s:
