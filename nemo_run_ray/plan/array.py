@@ -56,7 +56,7 @@ _OF_ONE_PROCESS = (
 
 class _Options(Allowed):
     combine: Literal["product", "zip"]
-    isolation: Literal["fork", "process"]
+    isolation: Literal["auto", "fork", "process"]
     max_failures: NonNegativeInt | None
 
 
@@ -93,7 +93,7 @@ def array(
     *,
     names: Sequence[str] | None = None,
     combine: Literal["product", "zip"] = "product",
-    isolation: Literal["fork", "process"] = "fork",
+    isolation: Literal["auto", "fork", "process"] = "auto",
     max_failures: int | None = None,
 ) -> Array:
     """Many runs of one task, or many tasks, as one job: ``run.run(array(…), executor=…)``.
@@ -109,8 +109,9 @@ def array(
         combine: ``product`` is every combination, the last field changing fastest; ``zip`` takes
             the fields' first values together, then their second ones.
         isolation: of a ``run.Partial``: ``fork`` imports everything once on each node and forks a
-            process for each element, unless the imports have started threads or have used CUDA,
-            which a fork does not have; ``process`` starts one for each element that imports it.
+            process for each element; ``process`` starts one for each element that imports it;
+            ``auto`` forks unless the imports have started threads or have used CUDA, which a fork
+            does not have.
         max_failures: the array ends early when more elements than this have failed.
 
     Raises:

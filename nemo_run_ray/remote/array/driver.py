@@ -40,11 +40,13 @@ from .elements import ElementState, HostRecord, Leases
 _LOOK_S = 1.0
 #: Seconds at the end, beyond the grace period, for hosts that have died or do not answer.
 _CLOSE_S = 60.0
-#: Seconds for which a full disk of the head is waited for.
+#: Seconds for which a full disk of the head is waited for when no element runs.
 _DISK_S = 300.0
 #: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
 #: may be killed once.
 _DEATHS_MAX = 5
+#: Nodes that cannot run elements, or failures of a runtime environment, that stand for all others.
+_REFUSALS_MAX = 3
 #: Seconds until a node is tried again where no host could begin, at first and at most.
 _AGAIN_S, _AGAIN_MAX_S = 5.0, 300.0
 #: Seconds between two lines of progress, and two that say that the array waits for resources.
@@ -99,9 +101,11 @@ class Host(ReplicaHandle):
 
     Attributes:
         slots: how many elements it runs at a time.
+        is_slow: it has returned elements, and none has ended since then.
     """
 
     slots: int = 0
+    is_slow: bool = False
     state: HostState = HostState.STARTING
 
     @property
@@ -306,7 +310,8 @@ class ArrayDriver:
         elif limit is not None and failed > limit and not self._is_stopped:
             say(f"ending the array: more than {limit} elements have failed (max_failures)")
             self._stop()
-        is_settled = self._is_stopped or self._progress.ended_count == self._progress.count
+        over = self._progress.ended_count + len(self._progress.unwanted)  # which may hang
+        is_settled = self._is_stopped or over == self._progress.count
         if is_settled and self._settled_at is None:
             self._settled_at = self._look_at = now  # the next turn looks, and ends idle hosts
         if not self._is_stopped:
@@ -317,22 +322,24 @@ class ArrayDriver:
         """Write down what has changed, and return when the disk has it: whether it has.
 
         A disk that is full is waited for: meanwhile no element is started, and those that run
-        continue. A cancelled array waits no longer, and any other one is broken in the end.
+        continue. A cancelled array waits no longer, and one of which nothing runs not for ever.
         """
-        until = monotonic() + _DISK_S
+        seconds = 0.0
         while True:
             try:
                 self._leases.commit()
                 return True
             except OSError as error:
-                say(f"the head cannot write its journal ({error}); no element is started meanwhile")
-                if monotonic() >= until:
+                if not seconds % _TELL_S:
+                    say(f"the head cannot write its journal ({error}); no element starts meanwhile")
+                if seconds >= _DISK_S and not any(self._progress.held.values()):
                     words = f"the head could not write the array's journal for {_DISK_S:.0f} s"
                     self.broken = Reason.EXIT_CODE, f"{words}: {error}"
                     self._stop()
                 if self._is_cancelled or self.broken:
                     return False
             time.sleep(_LOOK_S)
+            seconds += _LOOK_S
             self._obey()
 
     def _show(self) -> None:
@@ -381,8 +388,10 @@ class ArrayDriver:
         """Lease elements to the hosts; the disk has it before a host hears of it."""
         rows: Dict[Host, List[List[Any]]] = {}
         for host in self.hosts.values():
+            if host.state is not HostState.READY:
+                continue
             held = self._progress.held[host.number]
-            most = self._leases.most_held(host.slots) if host.state is HostState.READY else 0
+            most = host.slots if host.is_slow else self._leases.most_held(host.slots)
             while len(held) < most and (row := self._leases.take(host.number)):
                 rows.setdefault(host, []).append(row)
         self._commit()
@@ -422,7 +431,8 @@ class ArrayDriver:
         if kind == "text":
             write_lines(str(report["element"]), str(report["text"]))
         elif kind == "ended":
-            if self._leases.ended(number, report["row"]):
+            host.is_slow = report["row"][2] is None
+            if self._leases.ended(number, report["row"]) and not host.is_slow:
                 self._refusals.pop(node.node_id, None)
         elif kind == "prepared":
             if host.state is HostState.STARTING:
@@ -471,7 +481,10 @@ class ArrayDriver:
         fitting = {one.node_id for one in nodes_that_fit(self._request, list(self._nodes.values()))}
         write(f"{reason}\n")
         last_line = reason.strip().rpartition("\n")[2]  # of a traceback this is the error
-        if self._progress.has_run or runs or not fitting or fitting - self._cannot:
+        # A few refusals decide while other jobs have the resources of all other nodes.
+        refusals = failures if cause is Reason.RUNTIME_ENV else len(self._cannot)
+        is_open = fitting - self._cannot and (self.hosts or refusals < _REFUSALS_MAX)
+        if self._progress.has_run or runs or not fitting or is_open:
             say(f"a host on {node} could not begin; another one is tried later: {last_line}")
         elif cause is Reason.RUNTIME_ENV:
             self.broken = cause, cause_of(reason)
@@ -502,7 +515,6 @@ class ArrayDriver:
             used += sum(len(self._progress.held[number]) for number in self.dead)
             wanted = min(wanted, self._spec.max_in_flight - used)
         busy = {host.node.node_id for host in starting}
-        busy |= {record.node_id for record in self.dead.values()}
         busy |= {node_id for node_id, (_, until) in self._refusals.items() if now < until}
         available = {
             node_id: resources

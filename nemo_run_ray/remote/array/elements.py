@@ -121,7 +121,7 @@ def read_records(path: str) -> Iterator[Record | HostRecord]:
         yield HostRecord(*row) if row[1] == HOST else Record(*row)
 
 
-#: Lost hosts after which an element has failed: it may be what kills them.
+#: Lost hosts after which an element has a host to itself: it may be what kills them.
 LOSSES_MAX = 3
 #: Failures that are kept with their reason, for ``status``, and that get a line in the log.
 _SHOWN_FAILURES = 20
@@ -152,6 +152,7 @@ class ArrayProgress:
         failures: the first ones: their indices, exit codes and reasons.
         has_run: an element has ended by itself.
         held: of every host the elements that it has, with their attempts.
+        unwanted: the leased elements that were cancelled.
     """
 
     def __init__(
@@ -163,7 +164,8 @@ class ArrayProgress:
         self.has_run = False
         self.held: Dict[int, Dict[int, int]] = defaultdict(dict)
         self.attempts, self._states, self._codes = (bytearray(count) for _ in range(3))
-        self._unwanted: Set[int] = set()  # leased ones that were cancelled
+        self.unwanted: Set[int] = set()
+        self._suspects: Set[int] = set()  # that may kill their hosts
         self._losses: Dict[int, int] = defaultdict(int)
 
     def state(self, index: int) -> ElementState:
@@ -179,8 +181,13 @@ class ArrayProgress:
         return self.count - sum(map(self.number, _UNFINISHED))
 
     def next_lease(self, host: int) -> Optional[Record]:
-        """A record that leases the first element that waits to a host."""
+        """A record that leases the first element that waits and that the host may have."""
+        held = self.held[host].keys()
+        if held & self._suspects:
+            return None
         index = self._states.find(ElementState.WAITING)
+        while held and index in self._suspects:
+            index = self._states.find(ElementState.WAITING, index + 1)
         return None if index < 0 else Record(index, LEASED, host, self.attempts[index] + 1)
 
     def apply(self, record: Record, reason: str = "") -> bool:
@@ -199,7 +206,7 @@ class ArrayProgress:
             if state is ElementState.WAITING:
                 self._states[index] = ElementState.CANCELLED
             elif state is ElementState.LEASED:
-                self._unwanted.add(index)
+                self.unwanted.add(index)
             return state in _UNFINISHED
         if held.get(index) != attempt:
             return False
@@ -210,8 +217,8 @@ class ArrayProgress:
     def _after_attempt(self, record: Record, reason: str) -> ElementState:
         """The next state of an element that has ended, or was given back."""
         index, kind, _, attempt, code = record
-        is_wanted = index not in self._unwanted
-        self._unwanted.discard(index)
+        is_wanted = index not in self.unwanted
+        self.unwanted.discard(index)
         if kind == ENDED:
             self._codes[index] = code & 0xFF
             self.has_run |= is_wanted
@@ -225,9 +232,11 @@ class ArrayProgress:
                 return ElementState.WAITING
         elif code == MAY_HAVE_BEGUN:
             self._losses[index] += 1
-            if self._losses[index] < LOSSES_MAX:
+            if self._losses[index] == LOSSES_MAX:
+                self._suspects.add(index)
+            if self._losses[index] <= LOSSES_MAX:
                 return ElementState.WAITING
-            reason = f"its host has died {LOSSES_MAX} times"
+            reason = f"its host has died {LOSSES_MAX + 1} times"
             code = self._codes[index] = LOST_CODE
         else:
             self.attempts[index] -= 1
@@ -256,7 +265,7 @@ class ArrayProgress:
 _ROUND_TRIP_S = 0.3
 #: Elements that take longer wait where any host can take them.
 _LONG_S = 3.0
-#: Most elements that wait for one slot: no other host gets them when this one becomes slow.
+#: Most elements that wait for one slot.
 _PER_SLOT_MAX = 64
 #: Weight of the newest element in the mean.
 _WEIGHT = 0.1
@@ -329,7 +338,7 @@ class Leases:
         return [record.element, record.attempt, self._element(record.element)]
 
     def give_back(self, host: int, begun: Optional[Sequence[Sequence[int]]] = None) -> None:
-        """Let all elements wait again of a host that is idle, or proven dead.
+        """Let all elements wait again of a host that has none of them any more.
 
         All may have begun, or those attempts that are given.
         """
@@ -359,10 +368,14 @@ class Leases:
         """Note how an element has ended; false when the host did not have it.
 
         The row has its index, attempt, exit code, seconds, how it ended in words, and its result.
+        The exit code of one that has not begun is ``None``, and the last value.
         """
-        element, attempt, code, seconds, reason = row[:5]
-        if self.is_ending and code:  # the array's next attempt may run it
+        element, attempt, code = row[:3]
+        if code is None:
             return self._note(Record(element, GIVEN_BACK, host, attempt))
+        if self.is_ending and code:  # the array's next attempt may run it
+            return self._note(Record(element, GIVEN_BACK, host, attempt, MAY_HAVE_BEGUN))
+        seconds, reason = row[3:5]
         name = self._element(element).get("name") if code else ""
         if name:
             reason = f"{name}: {reason}"

@@ -15,7 +15,7 @@ The reports, by whom they are made, and what the driver does::
     unprepared  this process            gives it up: it can start no (more) elements
     obstacles   this process            tells the user why it does not fork
     text        this process            writes the element's output into the job's log
-    ended       this process            notes the element's end in the journal
+    ended       this process            notes the element's end, or return, in the journal
     idle        this process            lets the elements wait that have not ended; orders leave
     failed      ``hosts/relay.py``      gives it up: an error has ended this process
     gone        the actor's ``Relay``   drops it if it has left, and else gives it up: it was killed
@@ -82,6 +82,8 @@ _NO_MARK = b""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
+#: Seconds without a begin or an end until what waits is returned; quick ones take less.
+_PATIENCE_S = 10.0
 #: Errors of a node that has no room for another process, or for its descriptors.
 _NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 #: Reads that empty a pipe: a process that hides may write without end.
@@ -120,7 +122,8 @@ class HostProcess:
         self._orphan_marks: Set[bytes] = set()
         self._look_at = self._grace_s = 0.0
         self._may_begin, self._is_ending, self._is_leaving = True, False, False
-        self._is_full = False  # until something that runs has ended
+        self._moved_at = self._start_at = 0.0  # the last end; when the next start may be tried
+        self._no_room = ""  # the reason of the last refusal
 
     def serve(self) -> None:
         """Serve until the actor is gone, or the driver lets this host leave."""
@@ -201,12 +204,13 @@ class HostProcess:
             self._place.begin({})
             self._notes = Notes(order["run_dir"])
             self._elements = os.path.join(self._place.root, "nemo_run", order["elements"])
-            if order["runs"] == "fork":
+            if order["runs"] in ("auto", "fork"):
                 self._fork_server = ForkServer(self._place, self._elements)
         except (OSError, ValueError) as error:
             self._cannot_begin(str(error))
             return
         self._slots = slots_of(order["slots"], order["gpus"])
+        self._moved_at = monotonic()
         self._channel.report("prepared")
 
     def _cannot_begin(self, words: str) -> None:
@@ -250,16 +254,14 @@ class HostProcess:
     def _refused(self, element: RunningElement, reason: str) -> None:
         """Let an element wait for which the node has no room."""
         self._unstarted(element)
-        self._is_full = True
-        if self._may_begin and not self._running:
-            name = socket.gethostname()
-            self._cannot_begin(f"node {name} has no room for another process: {reason}")
+        self._start_at, self._no_room = monotonic() + _LOOK_S, reason
 
     def _unstarted(self, element: RunningElement) -> None:
         """Let an element wait again that no process has begun."""
         self._running.remove(element)
         self._slots.append(element.slot)
         element.close()
+        self._notes.add(_not_begun(element.lease))
         if element.is_ending:
             self._report_end(_cancelled(element.lease))
         else:
@@ -291,17 +293,29 @@ class HostProcess:
         for element in self._running:
             element.kill_late(now)
         # Last: what has ended has made room, and nothing else would wake the loop.
-        while self._may_begin and self._waiting and self._slots:
-            if self._is_full and self._running:
-                break
+        while self._may_begin and self._waiting and self._slots and now >= self._start_at:
             if self._fork_server and not self._fork_server.is_free:
                 break
             self._start(*self._waiting.popleft())
+        self._return_late(now)
         if self._is_ending and not self._running:
             self._stop_forking()
             if not descendants():
                 self._is_ending = False
                 self._channel.report("idle")
+
+    def _return_late(self, now: float) -> None:
+        """Return what waits when nothing has begun or ended for long: other hosts may have it."""
+        is_stuck = self._may_begin and self._waiting and (now < self._start_at or not self._slots)
+        moved_at = max([self._moved_at, *(one.began for one in self._running if one.pid)])
+        if not is_stuck or now < moved_at + _PATIENCE_S:
+            return
+        for lease, _ in self._waiting:
+            self._report_end(_not_begun(lease))
+        self._waiting.clear()
+        if not self._running:
+            name = socket.gethostname()
+            self._cannot_begin(f"node {name} has no room for another process: {self._no_room}")
 
     def note_ends(self) -> None:
         """Note what has ended by itself: an end by SIGKILL is this process' doing."""
@@ -330,7 +344,7 @@ class HostProcess:
             # here, and has reported that it begins before it could end.
             for element, reason in server.hear():
                 self._refused(element, reason)
-            if server.obstacles:
+            if server.obstacles and self._order["runs"] == "auto":
                 self._channel.report("obstacles", obstacles=server.obstacles)
                 self._stop_forking()
             elif server.pid in codes:
@@ -380,7 +394,7 @@ class HostProcess:
     def _ended(self, element: RunningElement) -> None:
         self._report_text(element, element.close())
         self._slots.append(element.slot)
-        self._is_full = False
+        self._moved_at = monotonic()
         row = [*element.lease, element.code, round(element.seconds, 4), element.why()]
         with suppress(OSError, ValueError), open(self._result_of(element)) as file:
             os.remove(file.name)
@@ -390,6 +404,10 @@ class HostProcess:
     def _report_end(self, row: Sequence[Any]) -> None:
         self._notes.add(row)
         self._channel.report("ended", row=row)
+
+
+def _not_begun(lease: Lease) -> List[Any]:
+    return [*lease, None]
 
 
 def _cancelled(lease: Lease) -> List[Any]:
@@ -422,7 +440,7 @@ class RunningElement:
         self.seconds = 0.0
         self._reason = ""  # why it could not be started
         self._kill_at = math.inf
-        self._began = monotonic()
+        self.began = monotonic()
         self._lines = Lines()
         self._passed_on = 0
         self._last = ""
@@ -487,7 +505,7 @@ class RunningElement:
     def ended(self, code: int, reason: str = "") -> None:
         """Note the exit code, and why it could not be started."""
         self.code, self._reason = code, reason
-        self.seconds = monotonic() - self._began
+        self.seconds = monotonic() - self.began
 
     @property
     def is_ending(self) -> bool:

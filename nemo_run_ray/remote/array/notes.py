@@ -18,7 +18,7 @@ import tempfile
 import time
 from contextlib import suppress
 from time import monotonic
-from typing import Any, List, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from ..files import open_own
 from ..node.rundir import RunDir, run_dirs
@@ -34,27 +34,34 @@ class Notes:
     """The notes of one host, in a file beside its run directory, which must be there."""
 
     def __init__(self, run_dir: str) -> None:
+        self._run_dir = run_dir
         path = _path_in(run_dirs(tempfile.gettempdir()), run_dir)
         self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def add(self, row: Sequence[Any]) -> None:
         """Note that an element is about to begin (index, attempt), or how it has ended."""
-        with suppress(OSError):  # a full disk: an end is reported all the same
+        try:
             os.write(self._fd, b"\n" + json.dumps(row).encode())  # the last line may be torn
+        except OSError:  # a full disk: without its notes all that the host had may have begun
+            forget(self._run_dir)
 
 
-def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]]]:
-    """The notes of a host that writes no more: the ends, and the attempts that have only begun."""
-    ended: List[List[Any]] = []
-    begun: List[List[int]] = []
-    path = _path_in(_folder_of(run_dir), run_dir)
-    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
-        for line in file:
-            with suppress(ValueError):  # a full disk, or the host's death, has torn it
-                row = json.loads(line)
-                (ended if len(row) > 2 else begun).append(row)
-    over = {tuple(row[:2]) for row in ended}
-    return ended, [lease for lease in begun if tuple(lease) not in over]
+def read_notes(run_dir: str) -> Tuple[List[List[Any]], Optional[List[List[int]]]]:
+    """The notes of a host that writes no more: the ends, and the attempts that have only begun.
+
+    Without its file, any may have begun: ``None``.
+    """
+    rows: Dict[Tuple[int, ...], List[Any]] = {}
+    try:
+        with open(_path_in(_folder_of(run_dir), run_dir), encoding="utf-8") as file:
+            for line in file:
+                with suppress(ValueError):  # a full disk, or the host's death, has torn it
+                    row = json.loads(line)
+                    rows[tuple(row[:2])] = row
+    except FileNotFoundError:
+        return [], None
+    last = list(rows.values())
+    return [row for row in last if len(row) > 2], [row for row in last if len(row) == 2]
 
 
 def forget(run_dir: str) -> None:

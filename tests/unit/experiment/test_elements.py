@@ -88,7 +88,7 @@ def test_tasks_are_sent_with_their_names_commands_and_variables(ray, unique):
                 files[name.partition("/array/")[2]] = archive.read(name).decode()
     spec = from_json(files["spec.json"])
     assert isinstance(spec, ArraySpec)
-    assert (spec.runs, spec.max_failures) == ("fork", 2)
+    assert (spec.runs, spec.max_failures) == ("auto", 2)
     rows = [json.loads(line) for line in files[spec.elements].splitlines() if line[:1] == "{"][1:]
     assert [row["name"] for row in rows] == ["inline", "path", "function"]
     command, path = rows[0]["argv"]

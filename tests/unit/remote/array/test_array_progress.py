@@ -55,7 +55,7 @@ def test_an_end_that_comes_twice_or_late_or_from_another_host_changes_nothing():
 
 def test_the_death_of_hosts_costs_no_retry_until_there_are_many():
     progress = ArrayProgress(1)
-    for number in range(LOSSES_MAX - 1):
+    for number in range(LOSSES_MAX):
         lease = leased(progress)
         assert lease.attempt == number + 1
         given_back(progress, lease)
@@ -63,10 +63,22 @@ def test_the_death_of_hosts_costs_no_retry_until_there_are_many():
     assert progress.number(ElementState.FAILED) == 1
 
     progress = ArrayProgress(1, retries=100)
-    for _ in range(LOSSES_MAX):
+    for _ in range(LOSSES_MAX + 1):
         given_back(progress, leased(progress))
     assert progress.ended_count == 1
-    assert "died 3 times" in progress.failures[0][2]
+    assert "died 4 times" in progress.failures[0][2]
+
+
+def test_an_element_that_may_kill_its_host_has_one_to_itself():
+    progress = ArrayProgress(3)
+    for _ in range(LOSSES_MAX):
+        given_back(progress, leased(progress))
+    assert leased(progress).element == 0
+    assert progress.next_lease(0) is None, "the host has it alone"
+    lease = leased(progress, 1)
+    given_back(progress, leased(progress, 2), has_run=False)
+    given_back(progress, Record(0, LEASED, 0, LOSSES_MAX + 1), has_run=False)
+    assert (lease.element, leased(progress, 1).element) == (1, 2), "this host has another one"
 
 
 def test_a_replay_comes_to_the_same_state(tmp_path):
