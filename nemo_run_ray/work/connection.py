@@ -211,11 +211,11 @@ def _asked_for(address: str | None) -> str:
         address = os.environ.get(ADDRESS, "").strip()
         if address in ("", "local"):
             return ""
-    if not re.fullmatch(r"(?:ray://)?(?:[^/:\[\]]+|\[[^/\]]+\]):\d{1,5}", str(address)):
+    if not re.fullmatch(r"(?!.*:8265$)(?:ray://)?(?:[^/:\[\]]+|\[[^/\]]+\]):\d{1,5}", str(address)):
         raise ConfigError(
             f"The address of a Ray is {address!r}; expected is ip:port of its GCS on a node of the "
-            "cluster, or ray://host:10001 from elsewhere. What begins with "
-            "http:// is a dashboard's, which takes jobs and not calls: a task of RayExecutor "
-            "is on the cluster, and work.connect() in it needs no address."
+            "cluster, or ray://host:10001 from elsewhere. What begins with http://, and port 8265, "
+            "is a dashboard's, which takes jobs and not calls: a task of RayExecutor is on the "
+            "cluster, and work.connect() in it needs no address."
         )
     return str(address)

@@ -56,10 +56,12 @@ LOSSES_MAX = 3
 FUNCTIONS_MAX = 100
 #: Seconds between two looks at the nodes and at futures that were cancelled.
 _LOOK_S = 1.0
+#: Seconds after which this program stood still, and no call is late: its answer could not come in.
+_STILL_S = 1.2
 #: Seconds, at least, between two questions to Ray which tasks have begun: an answer takes some ms.
 _BEGUN_S = 0.1
 #: Seconds for which no node is large enough, after which items fail: one may join, or come back.
-_NEVER_S = 60.0
+_NEVER_S = 120.0
 #: Seconds for which no task has begun, until the first line about it, and between two.
 _FIRST_TELL_S, _TELL_S = 5.0, 30.0
 #: Seconds after which a batch that takes longer than expected returns the results it has.
@@ -226,7 +228,7 @@ class Item:
             if not text:
                 self.future.set_result(value)
                 return None
-            if isinstance(value, StopIteration) or not isinstance(value, Exception):
+            if isinstance(value, (StopIteration, CancelledError)) or not isinstance(value, Exception):
                 # It would stop, or end, what waits for the result.
                 value = WorkError(f"the function has raised {type(value).__name__}: {value}")
             value.__cause__ = RemoteTraceback(text)
@@ -365,11 +367,17 @@ class TaskQueue:
             while self._closed is None:
                 if not (is_busy := bool(self._waiting or self._calls)):
                     self._tell_at = self._never_at = None
+                began = monotonic()
                 with suppress(queue.Empty):
                     self._events.get(timeout=0.2 if is_busy else None)()
                     while True:
                         self._events.get_nowait()()
-                self._step(monotonic())
+                now = monotonic()
+                if now - began > _STILL_S:
+                    for call in self._calls:
+                        if call.begun_at is not None:
+                            call.begun_at += now - began
+                self._step(now)
         except BaseException as error:  # a fault of this thread must not leave callers waiting
             with self._lock:
                 self._closed = error
@@ -528,13 +536,17 @@ class TaskQueue:
         """The worker of a task has died, or its node, or no worker could be started there."""
         self._calls.discard(call)
         exceptions, first = self._ray.exceptions, call.items[0]
-        lost = (exceptions.NodeDiedError, exceptions.ObjectLostError)
+        no_start = exceptions.RuntimeEnvSetupError
+        lost = (exceptions.NodeDiedError, exceptions.ObjectLostError, no_start)
         crashed = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError)
         # The call may have ended the worker before its begin was seen; or it was dead before.
         most = 1 if isinstance(error, crashed) else LOSSES_MAX
         if (call.begun_at is None or isinstance(error, lost)) and first.losses < most:
+            others = (one for one in self._calls if one.begun_at is not None)
+            # A node on which no worker can start uses up no attempt while others can.
+            is_local = isinstance(error, no_start) and not self._by_client and any(others)
             for item in call.items:
-                item.losses += 1
+                item.losses += not is_local
                 item.is_alone |= isinstance(error, crashed)
             self._waiting.extendleft(reversed(call.items))
             return

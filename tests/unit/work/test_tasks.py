@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from types import SimpleNamespace
 
 import pytest
 
-from nemo_run_ray.errors import ConfigError, WorkerDied
+from nemo_run_ray.errors import ConfigError, WorkerDied, WorkError
 from nemo_run_ray.work import tasks
 from nemo_run_ray.work.tasks import (
     BATCH_BYTES_MAX,
@@ -60,7 +60,7 @@ class NodeDied(RayError):
     pass
 
 
-Crashed = type("Crashed", (RayError,), {})
+Crashed, NoStart = type("Crashed", (RayError,), {}), type("NoStart", (RayError,), {})
 
 
 class Task:
@@ -107,6 +107,7 @@ class Ray:
         ObjectLostError=NodeDied,
         WorkerCrashedError=Crashed,
         OutOfMemoryError=Crashed,
+        RuntimeEnvSetupError=NoStart,
     )
     util = SimpleNamespace(client=SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: False)))
     cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
@@ -214,7 +215,7 @@ def test_an_item_whose_node_has_died_runs_on_another_one(send, ray, is_seen_firs
     ("attempts", "node_id", "error", "message"),
     [
         (LOSSES_MAX + 1, "one", NodeDied("it is gone"), "for double has died: it is gone"),
-        (LOSSES_MAX + 1, "", RayError("no pip"), "for double could not be started: no pip"),
+        (LOSSES_MAX + 1, "", NoStart("no pip"), "for double could not be started: no pip"),
         (2, "", Crashed("killed"), "for double has died: killed"),
         (1, "one", Crashed("killed"), "for double has died: killed"),
     ],
@@ -227,6 +228,16 @@ def test_an_item_does_not_take_node_after_node(send, ray, attempts, node_id, err
         task.fail(error)
     with pytest.raises(WorkerDied, match=message):
         item.future.result(10)
+
+
+def test_a_node_on_which_no_worker_starts_uses_up_no_attempt_while_others_can(send, ray):
+    running, item = send(2)
+    next_task(ray, 0, "one")
+    for number in range(1, LOSSES_MAX + 3):
+        next_task(ray, number, "").fail(NoStart("its disk is full"))
+    next_task(ray, LOSSES_MAX + 3, "one").finish(2)
+    assert item.future.result(10) == 2
+    assert not running.future.done()
 
 
 def test_of_a_batch_that_has_crashed_unseen_each_item_runs_alone_and_twice_at_most(make, ray):
@@ -260,6 +271,27 @@ def test_a_call_has_its_time_from_when_it_has_begun(send, ray):
     with pytest.raises(TimeoutError, match=r"double took longer than 0.3 s"):
         item.future.result(10)
     assert ray.tasks[0].is_cancelled
+
+
+def test_a_program_that_stood_still_has_no_late_calls(send, ray, monkeypatch):
+    monkeypatch.setattr(tasks, "_STILL_S", 0.3)
+    (item,) = send(timeout_s=0.5)
+    task = next_task(ray, 0, "one")
+    wait_for(lambda: not task.yielded)
+    send.queue._post(lambda: time.sleep(0.8))
+    time.sleep(0.6)
+    task.finish(2)
+    assert item.future.result(10) == 2
+
+
+def test_a_cancelled_error_of_the_function_does_not_cancel_its_caller(send, ray):
+    (item,) = send()
+    task = next_task(ray, 0, "one")
+    wait_for(lambda: not task.yielded)
+    task.yielded.append([(pickle.dumps(CancelledError("it")), "Traceback\n", 0.1)])
+    task.future_of_end.set_result(None)
+    with pytest.raises(WorkError, match="has raised CancelledError: it"):
+        item.future.result(10)
 
 
 def test_a_line_says_what_the_first_worker_waits_for(send, monkeypatch, capsys):

@@ -33,6 +33,7 @@ def test_another_version_is_named_with_the_line_to_install_it():
     ("address", "words"),
     [
         ("http://ray-head:8265", "is a dashboard's"),
+        ("ray-head:8265", "is a dashboard's"),
         ("ray-head", "expected is ip:port"),
         ("ray://ray-head", "expected is ip:port"),
         ("tcp://ray-head:6379", "expected is ip:port"),
