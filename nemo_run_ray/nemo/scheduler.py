@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from nemo_run.core.frontend.console.api import CONSOLE
@@ -36,7 +37,14 @@ from nemo_run_ray.errors import (
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.experiment.archives import described
 from nemo_run_ray.experiment.dispatch import Snapshot, dispatches_of, resume, tend, tend_until
-from nemo_run_ray.experiment.job import RemoteJob, cancel_one, find_job, jobs_of, record
+from nemo_run_ray.experiment.job import (
+    RemoteJob,
+    cancel_one,
+    find_job,
+    jobs_of,
+    not_ready,
+    record,
+)
 from nemo_run_ray.experiment.logs import lines, only
 from nemo_run_ray.experiment.store import remember, store_of
 from nemo_run_ray.experiment.submit import Batch, handles_of
@@ -127,6 +135,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._batches: dict[str, Batch] = {}
         self._jobs: dict[str, RemoteJob] = {}
         self._is_announced = False
+        self._ask_at = monotonic() + _SERVICES_S  # for services that are not ready
         #: Set when this process does not wait for the jobs any more.
         self._is_left = threading.Event()
         #: The place of each of the experiment's jobs, from 0, and the names of those before it.
@@ -250,6 +259,12 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if store_of(job.record.exp_dir).waiters:
             record([(job, status)], snapshot)
         _report(job, status)
+        if job.record.has_roles and monotonic() >= self._ask_at:
+            self._ask_at = monotonic() + _SERVICES_S
+            group = job.roles(status)
+            if group and (services := not_ready(group)):
+                text = f"{job.id} waits for its services: {'; '.join(services)}"
+                _say_once(job.record.exp_dir, (job.id, status.state, Reason.NOT_READY), text)
         if not status.state.is_terminal:
             pause(0, f"{app_id}, which continues")
         state = torchx_state(status)
@@ -305,6 +320,8 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         """Check nothing: resources are fields of the executor, not torchx's, and checked there."""
 
 
+#: Seconds between two looks at the services of a group.
+_SERVICES_S = 30.0
 #: Reasons of waits for minutes; only the first one of an experiment is reported.
 _WAITS = {Reason.BUILDING, Reason.ROOM}
 

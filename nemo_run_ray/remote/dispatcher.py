@@ -118,6 +118,7 @@ class Dispatcher:
             except (Unanswered, RequestRefused) as error:
                 self._complain(action.submission_id, f"{action.submission_id}: {error}")
                 is_waiting = True
+        self._present_at = self._clock()  # a head that hangs makes each action slow
         if decision.is_out_of_time:
             say("the other jobs need more time than this allocation has; the next one continues")
             return JobExit.OUT_OF_TIME

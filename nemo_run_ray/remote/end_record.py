@@ -159,11 +159,14 @@ class LostEnds:
             # A cancelled job has no end of its own: a node that shuts down tells its processes to
             # end, as Ray does for a cancelled job.
             if not proven or proven.cause in ("", "CANCELLED"):
-                # A tenth of the time: no look waits for every node of a rack that is cut off.
+                # A tenth of the time, after some quick answers: no look waits for every node of a
+                # rack that is cut off.
                 now = monotonic()
-                self._next_at = now + (now - asked_at) * 10
-                # A node that does not answer, or a log without an end, is asked again later.
-                self._again_at[node if text is None else name] = now + 15.0
+                took_s = now - asked_at
+                self._next_at = max(self._next_at, now - 4.0) + took_s * 10
+                # A node that does not answer, or a log without an end, is asked again when others
+                # had their turn.
+                self._again_at[node if text is None else name] = now + 15.0 + took_s * 20
                 return row
             self._ends[key] = _end(int(proven.proof.partition(".")[0]), text)
         return {**row, **self._ends[key]}  # type: ignore[typeddict-item]

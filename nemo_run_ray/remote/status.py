@@ -328,10 +328,11 @@ def status_of_row(row: JobRow) -> JobStatus:
         if reason is Reason.RUNTIME_ENV:  # a traceback may follow
             return JobStatus(state, reason, cause, node)
     lines = [line for line in log.splitlines() if not _FRAME.search(line)]
-    if not any(line.startswith("nemo_run_ray| ") for line in lines):  # such a line says it itself
+    printed = [line for line in lines if not line.startswith("nemo_run_ray| ")]
+    if printed == lines or record and record.text.endswith(describe_exit(code)):  # else its own line says why
         # NeMo-Run's warning that it could not run the script of a function of `__main__`.
-        first = [line for line in lines if "Failed to load external main: " in line]
-        end = "\n".join([cause, *first, *lines[-3:]]).rstrip()  # fiddle adds a line
+        first = [line for line in printed if "Failed to load external main: " in line]
+        end = "\n".join([cause, *first, *printed[-3:]]).rstrip()  # fiddle adds a line
         hints = ((re.search(pattern, end), text) for pattern, text in _HINTS)
         cause += next((text.format(match[1]) for match, text in hints if match), "")
     return JobStatus(state, reason, cause, node, tail="\n".join(lines))

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 from ..end_record import NO_PROCESS_LEFT
 from ..files import log_folder, write_file
@@ -34,7 +34,7 @@ from ..hosts.actors import Actors, ReplicaHandle, ReplicaId, code_of, is_cancell
 from ..node.output import say, write_lines
 from ..node.rundir import take_secrets
 from ..node.supervise import Runner
-from ..spec import RENDEZVOUS, GroupRows, GroupSpec, Json, env_key, status_file_name
+from ..spec import RENDEZVOUS, GroupRows, GroupSpec, Json, RoleSpec, env_key, status_file_name
 from ..status import Phase, Reason, ReplicaState
 from . import machine
 from .machine import Event, Group, Kind, Replica
@@ -151,8 +151,8 @@ class GroupDriver:
                 executable = runtime_env.get("py_executable") or ""
                 limit_s = _OWN_PYTHON_S
                 if " " in executable or runtime_env.keys() & {"pip", "uv", "conda"}:  # `uv run …`
-                    config = runtime_env.get("config") or {}
-                    limit_s += max(config.get("setup_timeout_seconds", 0), _BUILD_S)
+                    given_s = (runtime_env.get("config") or {}).get("setup_timeout_seconds", 0)
+                    limit_s += math.inf if given_s < 0 else max(given_s, _BUILD_S)
                 if handle.node.node_id not in alive:
                     self._happened(lost(handle, "the node died before the replica was prepared"))
                 elif executable and not handle.answers and now >= self._placed_at + limit_s:
@@ -165,7 +165,11 @@ class GroupDriver:
                     self._happened(Event(Kind.UNPREPARED, handle.replica_id, words, cause=cause))
             if now >= self._tell_at and waiting:
                 self._tell_at = now + _TELL_S
-                texts = [f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8]]
+                texts = [
+                    f"{name(one.replica_id)} on {one.node.host}"
+                    + " (Ray makes its runtime_env)" * bool(one.role.runtime_env and not one.answers)
+                    for one in waiting[:8]
+                ]
                 say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
         for handle, reports in self._actors.answers():
             for report in reports:
@@ -204,6 +208,7 @@ class GroupDriver:
 
 def group_rows(group: Group, waits_for: str) -> GroupRows:
     """A group's state for ``status``: with the nodes of replicas, and why there is no room yet."""
+    waits_for = waits_for if group.phase is Phase.PLACING else ""
     rows: GroupRows = {"phase": group.phase.value, "waits_for_room": waits_for, "roles": []}
     for replica in group.replicas.values():
         node = replica.handle.node if replica.handle else Node("", "", "")
@@ -293,13 +298,16 @@ def requests_of(spec: GroupSpec, nodes: Sequence[Node], turn: int = 0) -> list[R
 
     Ray has one strategy for all bundles. To spread one role's replicas inside a packed group, each
     of them gets a disjoint set of candidate nodes: other sets each time, at random, and for a role
-    that only prefers to spread the first time alone.
+    that only prefers to spread the first time alone. Nodes that other roles need come last.
     """
-    requests = []
+    requests: list[ResourceRequest] = []
+    able_of = _able(spec, nodes)
+    needs = Counter(node_id for able in able_of.values() for node_id in able)
     for role in spec.roles:
         request = ResourceRequest(role.resources, role.label_selector)
-        able = sorted(node.node_id for node in hosts(request, nodes))
+        able = sorted(able_of[role.name])
         random.Random(turn).shuffle(able)
+        able.sort(key=needs.__getitem__)
         for index in range(role.replicas):
             chosen = able[index :: role.replicas]
             if role.spread == "STRICT_SPREAD" or (role.spread and turn == 0 and chosen):
@@ -321,27 +329,27 @@ def why_waiting(
     Returns:
         The line, and whether these nodes can never host the group, even when idle.
     """
-    asked, total, never, busy = Counter[str](), Counter[str](), "", ""
-    for node in nodes:
-        total.update(node.resources)
+    able_of, asked, never, busy = _able(spec, nodes), _sum(spec.roles), "", ""
+    is_apart = spec.strategy == "STRICT_SPREAD"
     for role in spec.roles:
-        for key, amount in role.resources.items():
-            asked[key] += amount * role.replicas  # type: ignore[assignment]
-        request = ResourceRequest(role.resources, role.label_selector)
-        why, able = why_not(request, nodes), hosts(request, nodes)
-        if not why and role.replicas > sum(slots(node.resources, role.resources) for node in able):
-            why = (
-                f"its {role.replicas} replicas ask for {amounts_text(role.resources)} each; the "
-                f"{len(able)} node(s) that can host one, idle, cannot give that at once"
-            )
+        able, total = able_of[role.name], Counter[str]()
+        for node in able.values():
+            total.update(node.resources)
+        rooms = (slots(node.resources, role.resources) for node in able.values())
+        room = len(able) if is_apart or role.spread == "STRICT_SPREAD" else sum(rooms)
+        # The role, and others that no other nodes can host.
+        inside = _sum(one for one in spec.roles if able_of[one.name].keys() <= able.keys())
+        why = why_not(ResourceRequest(role.resources, role.label_selector), nodes)
+        idle = f"the {len(able)} node(s) that can host one, idle, cannot give that at once"
+        if not why and role.replicas > room:
+            why = f"its {role.replicas} replicas ask for {amounts_text(role.resources)} each; {idle}"
+        elif not why and not fits(inside, total):
+            why = f"with other roles of its nodes it asks for {amounts_text(inside)}; {idle}"
         if why and not never:
             never = f"{role.name}: {why}"
         if not busy and not fits(role.resources, available):
-            names = ", ".join(sorted(node.host for node in able)[:8])
+            names = ", ".join(sorted(node.host for node in able.values())[:8])
             busy = f"{role.name}/0 waits: the nodes that can host it are busy ({names})"
-    if not never and not fits(asked, total):
-        shown = amounts_text({key: float(total[key]) for key in asked})
-        never = f"the nodes, idle, cannot give that at once ({shown})"
     never = never or infeasible
     # What is free is known of all nodes together.
     together = "all bundles start together, and the nodes that can take them have too little free"
@@ -349,6 +357,26 @@ def why_waiting(
     free = amounts_text({key: available.get(key, 0.0) for key in asked})
     shown = f"asked {amounts_text(asked)} in {count} bundle(s); available {free}"
     return f"{shown}; {never or busy or together}", bool(never)
+
+
+def _able(spec: GroupSpec, nodes: Sequence[Node]) -> dict[str, dict[str, Node]]:
+    """Of each role the nodes that can host a replica when they are idle, by their ids."""
+    return {
+        role.name: {
+            node.node_id: node
+            for node in hosts(ResourceRequest(role.resources, role.label_selector), nodes)
+        }
+        for role in spec.roles
+    }
+
+
+def _sum(roles: Iterable[RoleSpec]) -> Counter[str]:
+    """The resources of all replicas of roles."""
+    total = Counter[str]()
+    for role in roles:
+        for key, amount in role.resources.items():
+            total[key] += amount * role.replicas  # type: ignore[assignment]
+    return total
 
 
 # ---------------------------------------------------------------------- reports

@@ -17,6 +17,7 @@ tag.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import select
@@ -146,7 +147,8 @@ class Runner:
         is_cancelled = False
         while not children.step(grace_s):
             if self._to_watchdog in children.wait(watched):
-                is_cancelled = True
+                # What has ended by itself keeps its end while others are ended.
+                is_cancelled |= not children.are_ending
                 if not self._to_watchdog.recv(1):  # it is dead: its killer wants the job to end
                     watched, grace_s = [], 0.0
                 children.end(grace_s)
@@ -422,7 +424,10 @@ def explain_start(
     """The exit code of a command that could not be started, and why, in words."""
     host, program = socket.gethostname(), argv[0]
     if not isinstance(error, FileNotFoundError):
-        return 126, f"exit code 126: {program!r} cannot be started on node {host}: {error}"
+        text = f"exit code 126: {program!r} cannot be started on node {host}: {error}"
+        if getattr(error, "errno", 0) == errno.E2BIG:
+            text += ". Linux takes 128 KiB for one argument or variable: put it into a file"
+        return 126, text
     if not os.path.isdir(cwd or "."):
         why = f"the folder {cwd} does not exist on node {host}"
     elif "/" in program and os.path.exists(os.path.join(cwd or "", program)):

@@ -23,6 +23,8 @@ from .node import LISTED, TURN_S, NodeProgram, driver_environment, listed
 ENDED = "ENDED"
 #: Seconds between two requests for Ray's nodes, before the cluster is ready and after.
 _ASK_S, _ASK_READY_S = 0.5, 5.0
+#: Seconds in which the tables of earlier runs must become readable.
+_READ_S = 60.0
 #: Requests in a row without a node, each ``_ASK_READY_S`` after the last one, that make it lost.
 LOST_AFTER = 4
 
@@ -54,7 +56,13 @@ class Head(NodeProgram):
             self.watched = {rank for rank, row in self.reports.items() if rank and not row.left}
             end = self._requested_end()
         if not self.ray:
-            self._allocation.begin()
+            try:
+                self._allocation.begin()
+            except OSError as error:
+                if monotonic() - self.began > _READ_S:
+                    raise
+                self.say(f"Earlier chains cannot be read yet: {error}")
+                return end
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with open(os.open(f"{self.settings.run}/token", flags, 0o600), "w") as file:
                 file.write(self._token)

@@ -151,6 +151,12 @@ def test_a_node_that_does_not_answer_is_asked_once_for_all_of_its_jobs():
     assert len(logs.asked) == 1
 
 
+def test_a_log_that_proves_nothing_hides_no_other_end():
+    logs = Logs(**{"e.lost": "line\n", "e.job": end("exit code 0", 0, "NONE")})
+    logs.ends.restored({**OVERWRITTEN, "submission_id": "e.lost"})
+    assert logs.ends.restored(OVERWRITTEN)["status"] == "SUCCEEDED"
+
+
 def test_a_log_without_an_end_is_asked_for_again_after_a_while():
     logs = Logs(**{"e.job": "line\n"})
     for _ in range(100):

@@ -110,6 +110,12 @@ def test_a_signal_is_named(code, name):
         ),
         (
             1,
+            "role/0| ModuleNotFoundError: No module named 'foo'\nnemo_run_ray| role/0 ended\n"
+            + EndRecord(1, "EXIT_CODE", "role/0: exit code 1").line("01234567"),
+            "the module 'foo' is not on",
+        ),
+        (
+            1,
             "WARNING:root:Failed to load external main: No module named 'helper'\n1\n2\n3\n4\n"
             "AttributeError: module '__main__' has no attribute 'task'",
             "the module 'helper' is not on",

@@ -63,7 +63,7 @@ def candidates(request: ResourceRequest, nodes: list[Node]) -> set[str]:
         (
             [role("a", 2, CPU=3), role("b", CPU=3)],
             [node(1), node(2)],
-            "the nodes, idle, cannot give that at once (CPU 8)",
+            "a: with other roles of its nodes it asks for CPU 9; the 2 node(s) that can host one",
         ),
         (
             [role("a", 3, CPU=2)],
@@ -72,6 +72,12 @@ def candidates(request: ResourceRequest, nodes: list[Node]) -> set[str]:
         ),
         ([role("a", 3, CPU=2)], [node(1), node(2, CPU=3)], ""),
         ([role("a", 3, "SPREAD")], [node(1)], ""),
+        ([role("a", 3, "STRICT_SPREAD")], [node(1), node(2)], "a: its 3 replicas"),
+        (
+            [role("a", zone="eu", CPU=4), role("b", zone="eu", CPU=2)],
+            [node(1, {"zone": "eu"}), node(2)],
+            "a: with other roles of its nodes it asks for CPU 6",
+        ),
         ([role("a")], [], "a: the cluster has no living node"),
         # Ten times 0.1 is a little less or more than 1 for a computer, and exactly 1 for Ray.
         ([role("a", 10, GPU=0.1), role("b", 3, CPU=0.1)], [node(1, CPU=0.3, GPU=1)], ""),
@@ -133,6 +139,14 @@ def test_a_role_that_spreads_gets_disjoint_sets_of_the_nodes_that_can_host_it(sp
     assert all(sets)
     assert sorted(itertools.chain(*sets)) == sorted(node.node_id for node in able)
     assert other.selector == {}
+
+
+def test_nodes_that_another_role_needs_are_the_last_that_one_spreads_to():
+    nodes = [node(number, {"zone": "eu"} if number < 4 else {}) for number in range(16)]
+    spec = GroupSpec((role("a", 12, "STRICT_SPREAD"), role("b", 4, "STRICT_SPREAD", "eu")))
+    for turn in range(20):
+        spreading = requests_of(spec, nodes, turn)[:12]
+        assert all(candidates(request, nodes[4:]) for request in spreading)
 
 
 def test_a_mere_preference_to_spread_holds_the_first_time_only():
