@@ -503,10 +503,13 @@ def cluster_of_ours(name: str | None) -> LocalCluster | SlurmCluster:
     Raises:
         ConfigError: the file is wrong, or names a cluster that exists.
     """
+    from nemo_run_ray.cluster_files.load import load
+    from nemo_run_ray.cluster_files.resolve import cluster_of
     from nemo_run_ray.clusters.local import LocalCluster
     from nemo_run_ray.clusters.slurm import SlurmCluster
 
-    cluster = LocalCluster() if name is None else _load(name)[1]
+    # What a pool says may be wrong while a cluster is stopped.
+    cluster = LocalCluster() if name is None else cluster_of(load(name))
     if not isinstance(cluster, (LocalCluster, SlurmCluster)):
         raise ConfigError(
             f"The cluster file {name!r} names {cluster.title}, which is not for this command to "

@@ -164,6 +164,12 @@ class ShipSource(ExperimentPlugin):
                 "command": "/bin/bash -c",  # NeMo-Run quotes the script of its data mover so, too
                 "args": f"'{_UNPACK} /bin/bash {job}/launch_script.sh'",
             }
+        for folder in (shared, job):  # scripts of NeMo-Run have them without quotes
+            if not re.fullmatch(r"/[\w@%+=:,./-]*", folder, re.ASCII):
+                raise TransportError(
+                    f"ShipSource: the folder on the cluster is {folder!r}; expected is an absolute "
+                    "path without blanks and quotes. It is made of nemo_run_dir and the title."
+                )
         digest, text = encode(tree)
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
         variables |= {f"{OUR_PREFIX}{number}": piece for number, piece in enumerate(pieces)}

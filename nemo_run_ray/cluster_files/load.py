@@ -120,6 +120,10 @@ def load(name: str) -> Document:
     """
     path, profile = find(name)
     document = read(path)
+    if not document.values:  # one that is being written is empty
+        raise ConfigError(
+            f"The cluster file {path} holds no keys with values; expected at least `cluster:`."
+        )
     if reader := _reader_of(document, profile):
         document = reader.read(document, profile, os.environ)
     else:
@@ -181,10 +185,7 @@ def read(path: Path) -> Document:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{where}: {getattr(error, 'problem', error)}.") from error
-    if not isinstance(values, dict) or not values:  # one that is being written is empty
-        raise ConfigError(
-            f"The cluster file {path} holds no keys with values; expected at least `cluster:`."
-        )
+    values = values if isinstance(values, dict) else {}
     return Document(path, values, {key: f"{path}:{line}" for key, line in lines.items()})
 
 

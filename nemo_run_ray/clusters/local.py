@@ -411,12 +411,11 @@ class LocalCluster(Cluster):
 
     def archive(self, session: str = "") -> ClusterArchive | None:
         """The archive of a session; an empty name is the last one, unless it was stopped."""
-        folder = self._path / "archive" / session
+        last, folder = self._read_any(), self._path / "archive" / session
         with suppress(OSError):
             reason, rows = (folder / "reason").read_text(encoding="utf-8"), folder / "jobs.json"
             text = rows.read_text(encoding="utf-8") if rows.exists() else ""
             return ClusterArchive(reason, rows_in(text), _logs_in(folder))
-        last = self._read_any()
         if not last or last.is_alive:
             return None
         with self._locked():  # until another process has stopped it

@@ -164,8 +164,12 @@ def script_problem(task: JobSpec, code: Archive | None) -> str:
     """
     interpreter, path = (*task.argv[:2], "", "")[:2]
     known = re.fullmatch(r"(.*/)?(bash|sh|python[\d.]*)", interpreter)
-    if not known or task.cwd or task.startup or not path or path.startswith("-") or "$" in path:
+    if not known or task.startup or not path or path.startswith("-") or "$" in path:
         return ""
+    if task.cwd:  # of the embedded Ray, where bash looks for a mere name in PATH
+        place = os.path.join(task.cwd, path)
+        is_there = os.path.exists(place) or path.startswith("/nemo_run/") or shutil.which(path)
+        return "" if is_there else f"there is no {place}. Correct the script's path."
     path = os.path.normpath(path.removeprefix("/nemo_run/code/"))
     if path.startswith(("/", "../")):
         return ""

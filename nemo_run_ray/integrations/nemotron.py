@@ -42,6 +42,11 @@ _IGNORED = {
 _NUMBERS = ("nodes", "ntasks_per_node", "gpus_per_node")
 _FIELDS = ("container_image", *_NUMBERS, "startup_commands")
 _KEYS = ("executor", "ray_address", "remote_job_dir", *_FIELDS)
+#: Other names of a key, which win.
+_ALIASES = {
+    "ntasks_per_node": ("nprocs_per_node", "nproc_per_node"),
+    "container_image": ("container",),
+}
 #: A variable of the environment in a text, and a text that is nothing but such variables, each the
 #: default of the one before, and at most an empty default.
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)")
@@ -113,10 +118,12 @@ def read(document: Document, profile: str, environ: Env) -> Document:
             raise _unresolved(file.document, path, error) from error
 
     for name in _KEYS:
-        if raw.get(name) is not None:
-            value = resolved(name)
-            if name in _NUMBERS and value != raw[name]:
-                value = yaml.safe_load(value)  # of the environment, where all are texts
+        keys = (*_ALIASES.get(name, ()), name)
+        present = [one for one in keys if file.document.values.pop(one, None) is not None]
+        if present:
+            value = resolved(present[0])
+            if name in _NUMBERS and value != raw[present[0]]:
+                value = yaml.safe_load(str(value))  # of the environment, where all are texts
             file.document.values[name] = value
     if file.get("executor") != "ray":
         raise file.document.refuse(

@@ -52,7 +52,9 @@ def _translating(build: Any) -> Any:
                 DeprecationWarning,
                 stacklevel=2,
             )
-            kwargs.setdefault(RENAMED[old], kwargs.pop(old))
+            value = kwargs.pop(old)
+            if kwargs.get(RENAMED[old]) is None and value is not None:
+                kwargs[RENAMED[old]] = value
         build(self, *args, **kwargs)
 
     known = inspect.signature(build)

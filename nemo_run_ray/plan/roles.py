@@ -148,6 +148,11 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
                 f"none of its ports ({', '.join(own.ports) or 'it has none'}); add it to "
                 "RayExecutor.ports."
             )
+        if len(set(map(env_key, own.ports))) < len(own.ports):
+            raise ConfigError(
+                f"RayExecutor.ports of the role {name!r} has names that would share a variable: "
+                f"{', '.join(own.ports)}; rename one."
+            )
         spread = "" if is_of_group else own.strategy
         if spread == "STRICT_PACK":
             raise ConfigError(

@@ -228,7 +228,8 @@ class Item:
             if not text:
                 self.future.set_result(value)
                 return None
-            if isinstance(value, (StopIteration, CancelledError)) or not isinstance(value, Exception):
+            stops = isinstance(value, (StopIteration, CancelledError))
+            if stops or not isinstance(value, Exception):
                 # It would stop, or end, what waits for the result.
                 value = WorkError(f"the function has raised {type(value).__name__}: {value}")
             value.__cause__ = RemoteTraceback(text)

@@ -307,7 +307,13 @@ def _on_ray(replacement: Any) -> Any:
     @_around
     def replacing(original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs)
-        if _KEY not in bound.arguments["cluster_config"]:
+        config = bound.arguments["cluster_config"]
+        if _KEY not in config:
+            if reader.names_ray(Document(Path("cluster_config"), dict(config))):
+                raise ConfigError(
+                    "This cluster_config is for Ray, and was not read by the patch "
+                    "skills_executor: apply the patch before get_cluster_config reads the file."
+                )
             return original(*args, **kwargs)
         bound.apply_defaults()
         return replacement(original, bound)

@@ -78,7 +78,9 @@ def _opened(document: Document) -> tuple[Translation, str, str, str, bool]:
         values[section] = {**file.of(dict, section, "kubernetes"), **file.of(dict, section)}
     name = file.of(str, section, "name").strip().lower()
     executor = file.of(str, "executor").strip().lower()
-    has_endpoint = executor != "slurm" and (file.get("ray_endpoint") or file.get("with_ray"))
+    has_endpoint = (
+        not name and executor != "slurm" and (file.get("ray_endpoint") or file.get("with_ray"))
+    )
     is_for_ray = name not in _NO_RAY or executor == "ray" or bool(has_endpoint)
     return file, executor, section, name, is_for_ray
 
@@ -123,7 +125,8 @@ def read(document: Document, profile: str, environ: Env) -> Document:
         file.put_or(("preflight", "enabled"), True, ("preflight", "enabled"))
         file.put_or(("preflight", "strict"), True, ("preflight", "strict_label_check"))
         labels = ("preflight", "required_node_labels")
-        file.put(("preflight", "required_labels"), file.of(list, *labels), labels)
+        rows = [{key: str(one) for key, one in row.items()} for row in file.of(list, *labels)]
+        file.put(("preflight", "required_labels"), rows, labels)
         totals = ("preflight", "min_cluster_resources")
         for key, amount in file.of(dict, *totals).items():
             resource = _RESOURCES.get(key.strip().lower(), str(key))

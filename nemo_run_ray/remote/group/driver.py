@@ -167,7 +167,8 @@ class GroupDriver:
                 self._tell_at = now + _TELL_S
                 texts = [
                     f"{name(one.replica_id)} on {one.node.host}"
-                    + " (Ray makes its runtime_env)" * bool(one.role.runtime_env and not one.answers)
+                    + " (Ray makes its runtime_env)"
+                    * bool(one.role.runtime_env and not one.answers)
                     for one in waiting[:8]
                 ]
                 say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
@@ -342,7 +343,9 @@ def why_waiting(
         why = why_not(ResourceRequest(role.resources, role.label_selector), nodes)
         idle = f"the {len(able)} node(s) that can host one, idle, cannot give that at once"
         if not why and role.replicas > room:
-            why = f"its {role.replicas} replicas ask for {amounts_text(role.resources)} each; {idle}"
+            why = (
+                f"its {role.replicas} replicas ask for {amounts_text(role.resources)} each; {idle}"
+            )
         elif not why and not fits(inside, total):
             why = f"with other roles of its nodes it asks for {amounts_text(inside)}; {idle}"
         if why and not never:
