@@ -121,7 +121,7 @@ class ItemFailed(WorkError):
         cause: what was raised, or why there is no result.
     """
 
-    def __init__(self, index: int, cause: BaseException, name: str) -> None:
+    def __init__(self, index: int, cause: BaseException, name: str):
         super().__init__(f"item {index} of {name} has failed: {type(cause).__name__}: {cause}")
         self.index = index
         self.cause = cause

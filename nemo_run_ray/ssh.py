@@ -35,7 +35,7 @@ class SSHConnection:
     however that ends: ``cat`` at its other side reads a pipe of this process.
     """
 
-    def __init__(self, tunnel: Any) -> None:
+    def __init__(self, tunnel: Any):
         self._name = tunnel.key
         self._socket = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -131,7 +131,7 @@ class Session(fabric.Connection):
     is_connected = True
     _ssh: SSHConnection = None  # type: ignore[assignment]
 
-    def __init__(self, tunnel: Any) -> None:
+    def __init__(self, tunnel: Any):
         super().__init__(
             tunnel.host,
             user=tunnel.user,

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 class _Plain(Console):
     """Prints words as they are: they come from clusters and files, and are no markup of ours."""
 
-    def __init__(self, width: int | None = None) -> None:
+    def __init__(self, width: int | None = None):
         wide = width is not None
         super().__init__(width=width, soft_wrap=wide, highlight=False, markup=False, emoji=False)
 

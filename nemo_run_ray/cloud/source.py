@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 #: Names, or patterns of names, of files and folders that are left out unless git tracks them or
 #: ``include`` names them: caches, environments, data and models.
-LEFT_OUT = """
+LEFT_OUT = tuple(
+    """
     __pycache__ *.py[co] .git .hg .svn .DS_Store *.egg-info .eggs
     .venv venv .tox .nox node_modules .ipynb_checkpoints
     .*_cache .hypothesis .cache
@@ -38,7 +39,8 @@ LEFT_OUT = """
     *.tar *.tar.* *.tgz *.[gx]z *.zst *.zip *.7z *.so *.whl
     *.mp[34] *.wav *.flac *.png *.jpg *.jpeg *.gif *.pdf
     wandb mlruns lightning_logs nemo_experiments checkpoints
-""".split()
+""".split()  # noqa: SIM905 as in a .gitignore
+)
 #: More than that is no source code, and reading and compressing it would take minutes.
 _SIZE_MAX_BYTES = 200_000_000
 

@@ -50,7 +50,7 @@ class Cached(Generic[_T]):
     A failure is an answer too.
     """
 
-    def __init__(self, ask: Callable[[], _T], age_s: float) -> None:
+    def __init__(self, ask: Callable[[], _T], age_s: float):
         self._ask = ask
         self._age_s = age_s
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class Cached(Generic[_T]):
 class Http:
     """One dashboard. Thread-safe."""
 
-    def __init__(self, dashboard: Dashboard) -> None:
+    def __init__(self, dashboard: Dashboard):
         self.dashboard = dashboard
         #: The proxy of every request and every WebSocket.
         self.proxy = None if dashboard.is_loopback else proxy_of(dashboard.url)

@@ -89,7 +89,7 @@ class JobsApi:
     _shared: ClassVar[dict[tuple[Any, ...], JobsApi]] = {}
     _shared_lock = threading.Lock()
 
-    def __init__(self, dashboard: Dashboard) -> None:
+    def __init__(self, dashboard: Dashboard):
         self.dashboard = dashboard
         self._http = Http(dashboard)
         self._table = Cached(self._rows, TABLE_AGE_S)

@@ -127,7 +127,7 @@ def _amounts(given: Amounts) -> dict[str, float]:
 class StateApi:
     """The state API of one cluster."""
 
-    def __init__(self, http: Http) -> None:
+    def __init__(self, http: Http):
         self._http = http
         self._room = Cached(self._ask_room, _AGE_S)
         self._builds = Cached(self._ask_builds, _AGE_S)

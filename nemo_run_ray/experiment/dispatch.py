@@ -167,7 +167,7 @@ class Dispatch:
     process share the dispatch of a dispatcher by ``Dispatch.of``.
     """
 
-    def __init__(self, exp_dir: Path, name: str, record: JobRecord | None = None) -> None:
+    def __init__(self, exp_dir: Path, name: str, record: JobRecord | None = None):
         self.exp_dir = exp_dir
         self.id = name
         self.folder = exp_dir / "ray_dispatches" / name

@@ -159,7 +159,7 @@ class Element:
 class RemoteJob:
     """One job on a cluster: what ``nemo_run_ray.find`` gives."""
 
-    def __init__(self, record: JobRecord) -> None:
+    def __init__(self, record: JobRecord):
         #: Its record in the experiment's ledger.
         self.record = record
         #: Its submission id; of a job that is tried again, that of its first attempt.

@@ -140,7 +140,7 @@ class Ledger:
     The file's beginning is remembered: only what was added since is read again.
     """
 
-    def __init__(self, exp_dir: Path) -> None:
+    def __init__(self, exp_dir: Path):
         self.exp_dir = exp_dir
         self.path = exp_dir / LEDGER
         self._lock = threading.Lock()
@@ -239,7 +239,7 @@ class Ledger:
 class Kept:
     """The files of one job. ``copy`` begins the path of a second file for its log, if any."""
 
-    def __init__(self, exp_dir: Path, submission_id: str, copy: str = "") -> None:
+    def __init__(self, exp_dir: Path, submission_id: str, copy: str = ""):
         # The end of the name is fixed, so that a forged ledger cannot overwrite other files.
         self._copy = Path(f"{copy}_{submission_id}_srun.log") if copy else None
         self._beginning = exp_dir / "ray_logs" / submission_id
@@ -292,7 +292,7 @@ def _end_of(pieces: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
 class ExperimentStore:
     """The knowledge of one experiment on this machine; a process has one object for each folder."""
 
-    def __init__(self, exp_dir: Path) -> None:
+    def __init__(self, exp_dir: Path):
         self.exp_dir = exp_dir
         self.ledger = Ledger(exp_dir)
         #: Each ``Dispatch`` of a dispatcher, by its id.

@@ -24,7 +24,7 @@ class Translation:
         reasons: why known keys mean nothing here; a key of it may be several names.
     """
 
-    def __init__(self, form: str, document: Document, reasons: Mapping[str, str]) -> None:
+    def __init__(self, form: str, document: Document, reasons: Mapping[str, str]):
         self.document = document
         self.result = replace(document, format=form, values={}, sources={}, ignored=[])
         self._reasons = {name: why for names, why in reasons.items() for name in names.split()}

@@ -72,7 +72,7 @@ class _OwnOrder:
     not among them: no dispatcher sees all of the jobs, so NeMo-Run keeps their order itself.
     """
 
-    def __init__(self, known: tuple[type[Executor], ...]) -> None:
+    def __init__(self, known: tuple[type[Executor], ...]):
         self._known = known
 
     def __get__(self, experiment: Any, owner: type) -> tuple[type[Executor], ...]:

@@ -129,7 +129,7 @@ class Request:
 class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
     """Submits NeMo-Run's jobs to Ray and answers for them, also in a later process."""
 
-    def __init__(self, session_name: str, experiment: Any = None) -> None:
+    def __init__(self, session_name: str, experiment: Any = None):
         super().__init__(SCHEDULER, session_name)
         self._experiment = experiment
         self._batches: dict[str, Batch] = {}

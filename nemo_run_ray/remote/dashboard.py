@@ -70,7 +70,7 @@ class DashboardClient:
 
     def __init__(
         self, url: str, token: Callable[[], str] = ray_token, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    ):
         self.url = url
         self.token = token
         self._timeout_s = timeout_s

@@ -62,7 +62,7 @@ class Dispatcher:
         api: DashboardClient,
         secrets: Mapping[str, str],
         clock: Callable[[], float] = time.time,
-    ) -> None:
+    ):
         self._dispatch = dispatch
         self._own_id = own_id
         self._api = api

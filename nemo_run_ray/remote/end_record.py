@@ -71,8 +71,8 @@ def end_mark(nonce: str) -> str:
 
 
 def record_in(
-    lines: Iterable[str], nonces: Iterable[str] = ("",), lock: Optional[str] = None
-) -> Optional[EndRecord]:
+    lines: Iterable[str], nonces: Iterable[str] = ("",), lock: str | None = None
+) -> EndRecord | None:
     """The last record in the lines of a log, by one of these submissions and with this lock."""
     marks, found = tuple(map(end_mark, nonces)), None
     for line in lines:
@@ -127,7 +127,7 @@ class LostEnds:
     ``None`` when they cannot be had.
     """
 
-    def __init__(self, log_end: Callable[[str, str], Optional[str]]) -> None:
+    def __init__(self, log_end: Callable[[str, str], str | None]):
         self._log_end = log_end
         self._ends: Dict[str, Json] = {}  # by job and time of its end
         self._again_at: Dict[str, float] = {}  # of a node or a job
@@ -172,7 +172,7 @@ class LostEnds:
         return {**row, **self._ends[key]}  # type: ignore[typeddict-item]
 
 
-def _end(code: int, text: Optional[str]) -> Json:
+def _end(code: int, text: str | None) -> Json:
     """The fields of a row of such an end, as Ray would have written them."""
     if code == 0:
         return {

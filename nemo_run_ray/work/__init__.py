@@ -70,7 +70,7 @@ class Pool:
     Ray starts workers when there is work; a worker reserves what is asked for while it calls.
     """
 
-    def __init__(self, joined: Connection) -> None:
+    def __init__(self, joined: Connection):
         #: The address of the Ray that does the work.
         self.address = joined.address
         self._connection = joined
@@ -236,7 +236,7 @@ def connect(
 class PoolExecutor(futures.Executor):
     """Calls functions on Ray's workers. ``Pool.executor`` makes it; its pool closes it too."""
 
-    def __init__(self, function: Callable[..., Function], tasks: TaskQueue) -> None:
+    def __init__(self, function: Callable[..., Function], tasks: TaskQueue):
         self._function = function
         self._tasks = tasks
         self._lock = threading.Lock()

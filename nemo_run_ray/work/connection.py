@@ -32,7 +32,7 @@ _has_read_token = False
 class Connection:
     """This process's connection to one Ray, which all of its pools share."""
 
-    def __init__(self, address: str | None, num_cpus: int | None, runtime_env: Json) -> None:
+    def __init__(self, address: str | None, num_cpus: int | None, runtime_env: Json):
         global _has_read_token
         self.ray: Any = sys.modules.get("ray")
         self.users = 0  # open pools

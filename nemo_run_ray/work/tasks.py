@@ -287,7 +287,7 @@ class TaskQueue:
         resources: Amounts | None = None,
         label_selector: Labels | None = None,
         max_workers: int | None = None,
-    ) -> None:
+    ):
         self._ray = connection.ray
         self._by_client = self._ray.util.client.ray.is_connected()
         self._ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

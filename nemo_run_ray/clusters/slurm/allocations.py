@@ -145,7 +145,7 @@ class Allocations:
         folder: of the cluster, absolute.
     """
 
-    def __init__(self, login: Login, folder: str) -> None:
+    def __init__(self, login: Login, folder: str):
         self.login = login
         self.folder = folder
         #: Held by the thread that brings the cluster up; others of this process wait for it.

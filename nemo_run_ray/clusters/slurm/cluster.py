@@ -275,7 +275,7 @@ class _SlurmFields(Allowed):
 class BringUp:
     """One client's way to a cluster that is ready."""
 
-    def __init__(self, cluster: SlurmCluster, allocations: Allocations, user: str = _USER) -> None:
+    def __init__(self, cluster: SlurmCluster, allocations: Allocations, user: str = _USER):
         self.cluster, self.allocations, self.user = cluster, allocations, user
         #: Shown last; empty if there was no wait.
         self.said = ""

@@ -31,7 +31,7 @@ class Login:
         tunnel: NeMo-Run's, of this machine or by SSH.
     """
 
-    def __init__(self, tunnel: Any) -> None:
+    def __init__(self, tunnel: Any):
         self.tunnel = tunnel
         self.key = key_of(tunnel)
         #: Whether it is this machine.

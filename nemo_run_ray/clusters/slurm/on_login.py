@@ -43,7 +43,7 @@ Row = dict[str, Any]
 class ClusterFolder:
     """The folder of a cluster; each public method answers one request of a client."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str):
         self._folder, self._lives = folder, Path(folder, "lives")
 
     # ------------------------------------------------------------------ looking

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from time import monotonic
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Set, Tuple
 
 from ..end_record import MAY_BE_LEFT, NO_PROCESS_LEFT
 from ..files import log_folder, open_own, write_file
@@ -117,7 +117,7 @@ class Host(ReplicaHandle):
 class HostStarts:
     """Starts hosts, and programs that end what dead ones have left."""
 
-    def __init__(self, spec: ArraySpec, job: str, secrets: Mapping[str, str], count: int) -> None:
+    def __init__(self, spec: ArraySpec, job: str, secrets: Mapping[str, str], count: int):
         self._role, self.actors = spec.host, Actors(job, secrets, gather_s=0.05)
         self.actors.pack()
         self._ray = self.actors.ray
@@ -158,7 +158,7 @@ class HostStarts:
         actors.order(host, {**actors.prepare_order(host), **self._order, "slots": count})
         return host
 
-    def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Optional[Json]:
+    def sweep(self, node_id: str, records: Sequence[HostRecord]) -> Json | None:
         """Run ``notes.py`` on the node of dead hosts; its answer, or ``None`` before its end."""
         if node_id not in self._sweeps:
             rows = [[record.number, record.tag, record.run_dir] for record in records]
@@ -232,7 +232,7 @@ class ArrayDriver:
         starts: HostStarts,
         folder: str,
         submission_id: str,
-    ) -> None:
+    ):
         self._runner, self._spec = runner, spec
         self._leases, self._progress = leases, leases.progress
         self._starts, self._actors, self._ray = starts, starts.actors, starts.actors.ray
@@ -246,12 +246,12 @@ class ArrayDriver:
         self._refusals: Dict[str, Tuple[int, float]] = {}
         self._cannot: Set[str] = set()  # nodes that cannot run elements
         self._dead_since: Dict[str, float] = {}  # nodes, as far as this driver knows
-        self._settled_at: Optional[float] = None
+        self._settled_at: float | None = None
         self._is_stopped = self._is_cancelled = False
         self.hosts: Dict[int, Host] = {}
         # Also when nothing was leased: an earlier driver's hosts have folders, and may be there.
         self.dead = {record.number: record for record in leases.hosts}
-        self.broken: Optional[Tuple[Reason, str]] = None
+        self.broken: Tuple[Reason, str] | None = None
 
     def run(self) -> int:
         """Run it to its end; the exit code."""
@@ -461,7 +461,7 @@ class ArrayDriver:
                 self._give_up(host)
             self._note_loss(host, str(report.get("words", "it was killed")), cause)
 
-    def _note_loss(self, host: Host, reason: str, cause: Optional[Reason]) -> None:
+    def _note_loss(self, host: Host, reason: str, cause: Reason | None) -> None:
         """Note the loss of a host. Where it could not begin, none is started for a while.
 
         The array is over when nothing has run and no node that fits can run it.

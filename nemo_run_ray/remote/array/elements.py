@@ -21,7 +21,6 @@ from typing import (
     Iterator,
     List,
     NamedTuple,
-    Optional,
     Sequence,
     Set,
     Tuple,
@@ -79,7 +78,7 @@ class LinesFile:
     It may hold lines of an earlier driver.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str):
         self.path = path
         self.fd = open_own(path, os.O_RDWR | os.O_CREAT)
         fcntl.flock(self.fd, fcntl.LOCK_EX)  # a driver that was killed has it for a moment
@@ -155,9 +154,7 @@ class ArrayProgress:
         unwanted: the leased elements that were cancelled.
     """
 
-    def __init__(
-        self, count: int, retries: int = 0, permanent_exit_codes: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, count: int, retries: int = 0, permanent_exit_codes: Sequence[int] = ()):
         self.count = count
         self._retries, self._permanent_exit_codes = retries, permanent_exit_codes
         self.failures: List[Tuple[int, int, str]] = []
@@ -180,7 +177,7 @@ class ArrayProgress:
         """The number of elements that are over."""
         return self.count - sum(map(self.number, _UNFINISHED))
 
-    def next_lease(self, host: int) -> Optional[Record]:
+    def next_lease(self, host: int) -> Record | None:
         """A record that leases the first element that waits and that the host may have."""
         held = self.held[host].keys()
         if held & self._suspects:
@@ -284,7 +281,7 @@ class Leases:
         is_ending: all that runs was told to end, and failures since then do not count.
     """
 
-    def __init__(self, spec: ArraySpec, path: str, submission_id: str, folder: str) -> None:
+    def __init__(self, spec: ArraySpec, path: str, submission_id: str, folder: str):
         self._file = open(path, "rb")  # noqa: SIM115 lives as long as the driver
         self._places, place = array("Q"), 0  # of the lines, which may be many
         for line in self._file:
@@ -297,7 +294,7 @@ class Leases:
             LinesFile(f"{folder}/{file_of(submission_id, kind)}")
             for kind in (JOURNAL_FILE, RESULTS_FILE)
         )
-        self.seconds: Optional[float] = None
+        self.seconds: float | None = None
         self.progress = ArrayProgress(len(self._places), spec.retries, spec.permanent_exit_codes)
         self.hosts: List[HostRecord] = []
         self.is_ending = False
@@ -325,7 +322,7 @@ class Leases:
         self._journal.add(record)
         return record
 
-    def take(self, host: int) -> Optional[List[Any]]:
+    def take(self, host: int) -> List[Any] | None:
         """Lease the next element to a host, which may hear of it after the next ``commit``.
 
         Returns:
@@ -337,7 +334,7 @@ class Leases:
         self._note(record)
         return [record.element, record.attempt, self._element(record.element)]
 
-    def give_back(self, host: int, begun: Optional[Sequence[Sequence[int]]] = None) -> None:
+    def give_back(self, host: int, begun: Sequence[Sequence[int]] | None = None) -> None:
         """Let all elements wait again of a host that has none of them any more.
 
         All may have begun, or those attempts that are given.

@@ -46,7 +46,6 @@ from typing import (
     Iterator,
     List,
     NoReturn,
-    Optional,
     Sequence,
     Set,
     Tuple,
@@ -110,10 +109,10 @@ def main(argv: Sequence[str]) -> NoReturn:
 class HostProcess:
     """One host, in one loop without threads."""
 
-    def __init__(self, channel: Channel, folder: str) -> None:
+    def __init__(self, channel: Channel, folder: str):
         self._channel, self._folder = channel, folder
         self._place: Any = None  # a ``Workspace`` from the first order on
-        self._fork_server: Optional[ForkServer] = None
+        self._fork_server: ForkServer | None = None
         self._slots: List[Dict[str, str]] = []  # the variables of each that is free
         self._waiting: Deque[Tuple[Lease, Json]] = deque()  # with their lines
         self._running: List[RunningElement] = []
@@ -432,11 +431,11 @@ class RunningElement:
         fd: the read end of its output; ``None`` after the output's end.
     """
 
-    def __init__(self, lease: Lease, line: Json, slot: Dict[str, str]) -> None:
+    def __init__(self, lease: Lease, line: Json, slot: Dict[str, str]):
         self.lease, self.line, self.slot = lease, line, slot
-        self.pid: Optional[int] = None
-        self.fd: Optional[int] = None
-        self.code: Optional[int] = None
+        self.pid: int | None = None
+        self.fd: int | None = None
+        self.code: int | None = None
         self.seconds = 0.0
         self._reason = ""  # why it could not be started
         self._kill_at = math.inf
@@ -547,7 +546,7 @@ class ForkServer:
         obstacles: what its imports have begun that a fork does not have.
     """
 
-    def __init__(self, place: Workspace, elements: str) -> None:
+    def __init__(self, place: Workspace, elements: str):
         self._place, self._elements = place, elements
         self._log = f"{place.root}/fork_server.log"
         self._asked: Dict[int, RunningElement] = {}  # by their indices, until they have begun

@@ -18,7 +18,7 @@ import tempfile
 import time
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Sequence, Set, Tuple
 
 from ..files import open_own
 from ..node.rundir import RunDir, run_dirs
@@ -33,7 +33,7 @@ _CLEAN_LOOKS = 2
 class Notes:
     """The notes of one host, in a file beside its run directory, which must be there."""
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str):
         self._run_dir = run_dir
         path = _path_in(run_dirs(tempfile.gettempdir()), run_dir)
         self._fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -46,7 +46,7 @@ class Notes:
             forget(self._run_dir)
 
 
-def read_notes(run_dir: str) -> Tuple[List[List[Any]], Optional[List[List[int]]]]:
+def read_notes(run_dir: str) -> Tuple[List[List[Any]], List[List[int]] | None]:
     """The notes of a host that writes no more: the ends, and the attempts that have only begun.
 
     Without its file, any may have begun: ``None``.

@@ -58,7 +58,7 @@ _OWN_PYTHON_S, _BUILD_S = 90.0, 600.0
 class GroupDriver:
     """One group."""
 
-    def __init__(self, runner: Runner, spec: GroupSpec, job: str, submission_id: str) -> None:
+    def __init__(self, runner: Runner, spec: GroupSpec, job: str, submission_id: str):
         self._runner = runner
         self._spec = spec
         self._submission_id = submission_id
@@ -235,7 +235,7 @@ def group_rows(group: Group, waits_for: str) -> GroupRows:
 class PlacementGroup:
     """One placement group for all replicas: all get their nodes, or none does."""
 
-    def __init__(self, ray: Any, spec: GroupSpec) -> None:
+    def __init__(self, ray: Any, spec: GroupSpec):
         self._ray = ray
         self._spec = spec
         self._began_at = monotonic()

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 class ReplicaProcess:
     """Everything of one replica, in one loop without threads."""
 
-    def __init__(self, channel: Channel, folder: str) -> None:
+    def __init__(self, channel: Channel, folder: str):
         self._channel = channel
         self._folder = folder
         self._children = Supervisor()

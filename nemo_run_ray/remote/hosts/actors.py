@@ -98,7 +98,7 @@ class Actors:
         run_module: a task that runs a module of it.
     """
 
-    def __init__(self, job: str, secrets: Mapping[str, str], gather_s: float) -> None:
+    def __init__(self, job: str, secrets: Mapping[str, str], gather_s: float):
         self._job, self._secrets, self._gather_s = job, secrets, gather_s
         # The actors need nothing of the job's runtime environment.
         self._config: Json = json.loads(os.environ.get(JOB_CONFIG, "{}"))
@@ -297,7 +297,7 @@ def sent_by_value() -> Tuple[Any, Any]:
             archive.extractall(folder)
 
     class ReplicaActor:
-        def __init__(self, places: List[Tuple[str, str, str]], package: bytes, code: bytes) -> None:
+        def __init__(self, places: List[Tuple[str, str, str]], package: bytes, code: bytes):
             import ray
 
             self._node = ray.get_runtime_context().get_node_id()

@@ -36,7 +36,6 @@ from typing import (
     Iterator,
     List,
     NoReturn,
-    Optional,
     Sequence,
     Tuple,
 )
@@ -80,7 +79,7 @@ class Relay:
     process, which runs the program, removes it. The tag is in the environment of all its processes.
     """
 
-    def __init__(self, folder: str, tag: str, run_dir: str, program: str) -> None:
+    def __init__(self, folder: str, tag: str, run_dir: str, program: str):
         self._folder, self._tag, self._run_dir = folder, tag, run_dir
         self._changed = threading.Condition()
         self._ordering = threading.Lock()
@@ -176,7 +175,7 @@ class Relay:
 class Channel:
     """Orders that come in and reports that go out; neither makes the process wait."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket):
         self._socket = end
         self._socket.setblocking(False)
         self._begun = b""
@@ -190,7 +189,7 @@ class Channel:
         """Whether so many reports wait for the actor that no more output should be read."""
         return len(self.unsent) >= _UNSENT_MAX
 
-    def orders(self) -> Optional[Iterator[Any]]:
+    def orders(self) -> Iterator[Any] | None:
         """The orders that are complete now; ``None`` when the actor is gone."""
         try:
             data = self._socket.recv(CHUNK_BYTES)

@@ -20,7 +20,7 @@ _OF_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", SUPERVISOR_TAG)
 class Workspace:
     """The place of one replica. Nothing is made or reserved before ``prepare``."""
 
-    def __init__(self, order: Json) -> None:
+    def __init__(self, order: Json):
         role = from_json(order["role"])
         assert isinstance(role, RoleSpec)
         self._order, self.role, self.address = order, role, str(order["address"])

@@ -41,7 +41,7 @@ class Probing:
         ports: Mapping[str, int],
         env: Env,
         cwd: str | None = None,
-    ) -> None:
+    ):
         import http.client  # 2 MiB, which a process without a probe does not need
 
         self._http = http.client

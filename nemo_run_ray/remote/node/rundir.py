@@ -50,7 +50,7 @@ class RunDir:
     A host of a group or an array gives a name of its own for the submission id.
     """
 
-    def __init__(self, submission_id: str, base: str | None = None) -> None:
+    def __init__(self, submission_id: str, base: str | None = None):
         self.base = base or run_dirs(tempfile.gettempdir())
         self.root = f"{self.base}/{submission_id}"
         self.mount = f"{self.root}/nemo_run"

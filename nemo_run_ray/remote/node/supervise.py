@@ -116,7 +116,7 @@ class Runner:
     ``left_on`` by themselves.
     """
 
-    def __init__(self, to_watchdog: socket.socket, tag: str) -> None:
+    def __init__(self, to_watchdog: socket.socket, tag: str):
         self._to_watchdog = to_watchdog
         self._tag = tag
         #: For the ``EndRecord``: its text, cause and ``left_on``.
@@ -171,7 +171,7 @@ class Child:
         env: Env,
         cwd: str | None,
         output: Callable[[bytes], None] | IO[bytes],
-    ) -> None:
+    ):
         self._output: Any = output
         self.pid: int | None = None  # if it could be started
         self.code: int | None = None  # once it has ended: 128 + n after signal n

@@ -47,7 +47,7 @@ _TRIES = 60
 class Allocation:
     """Decides when a named allocation ends, and continues dispatches; unnamed, it does nothing."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings):
         self._settings = settings
         self._folder = settings.allocation
         self._carried: JobRows = {}  # rows of dispatches from before this run

@@ -93,7 +93,7 @@ class RunEnd(NamedTuple):
 class RunFolder:
     """One run's folder, as one node reads and writes it."""
 
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, path: str, rank: int):
         self.path = path
         self._rank = rank
         self._beats = 0

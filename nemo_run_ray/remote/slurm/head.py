@@ -32,7 +32,7 @@ LOST_AFTER = 4
 class Head(NodeProgram):
     """The node with rank 0."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any):
         super().__init__(*args)
         self.reports: dict[int, NodeReport] = {}  # by rank
         self.address = ""

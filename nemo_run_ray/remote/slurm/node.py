@@ -79,7 +79,7 @@ class NodeProgram(ABC):
         env: of the job.
     """
 
-    def __init__(self, settings: Settings, folder: RunFolder, tag: str, env: Env) -> None:
+    def __init__(self, settings: Settings, folder: RunFolder, tag: str, env: Env):
         self.settings, self.folder, self.env, self._tag = settings, folder, env, tag
         self.children = Supervisor()
         self.report = NodeReport(host=settings.host, log=settings.node_log)

@@ -56,7 +56,7 @@ class Settings:
         CannotContinue: a value is not allowed, or Slurm's variables are missing.
     """
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: Env):
         #: 0 is the head.
         self.rank, self.nodes = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
         #: Folder of this run, shared by all nodes.
