@@ -15,6 +15,7 @@ from nemo_run.core.execution.lepton import LeptonExecutor
 
 from nemo_run_ray import patches
 from nemo_run_ray.cloud import ShipSource
+from nemo_run_ray.errors import TransportError
 from tests.cloud.conftest import Platform
 from tests.cloud.runs import found, launch, must_succeed
 from tests.conftest import wait_for
@@ -206,3 +207,11 @@ def test_setting_up_twice_is_setting_up_once(project):
     once = (dict(executor.env_vars), list(executor.pre_launch_commands))
     ship.setup(run.Script(inline="true"), executor)
     assert (executor.env_vars, executor.pre_launch_commands) == once
+
+
+@pytest.mark.parametrize("folder", ["/shared/my exp/1/t", "/shared/it's", "nemo"])
+def test_a_folder_that_scripts_cannot_name_without_quotes_is_refused(project, folder):
+    executor = LeptonExecutor(container_image="i", nemo_run_dir="/shared/runs")
+    executor.lepton_job_dir = folder
+    with pytest.raises(TransportError, match="expected is an absolute path without blanks"):
+        ShipSource(project.root).setup(run.Script(inline="true"), executor)

@@ -59,3 +59,6 @@ def test_a_profile_of_an_env_toml(write, tmp_path):
         search.find(str(path))
     file = write("", "gpu.yaml")
     assert search.find("gpu") == (file, ""), "a file of its own comes first"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="no cluster file of the name 'gpus'"):
+        search.find("gpus")

@@ -173,6 +173,14 @@ def test_what_cannot_be_used_is_refused_by_file_and_key(refusal, line, expected)
     assert "TAG" not in line or "'TAG' not found" in text
 
 
+def test_nemotrons_other_names_of_keys_give_the_same_fields(read):
+    lines = ("gpus_per_node = 8", "nprocs_per_node = 8", 'container = "i"', 'nodes = "${n}"')
+    reading = read(_team(*lines, "n = 4"))
+    fields = {"ntasks_per_node": 8, "gpus_per_node": 8, "image": "i", "nodes": 4}
+    assert reading.values["defaults"] == fields
+    assert _ignored(reading).keys() == {"n"}
+
+
 @pytest.mark.parametrize(
     ("own", "expected"),
     [

@@ -65,6 +65,7 @@ def _ignored(reading):
         ("executor: local\nray_endpoint: ray://h:1\n", True, True),
         ("executor: slurm\nwith_ray: true\nray_endpoint: ray://h:1\n", True, False),
         ("executor: slurm\nbackend: default\ncontainers: {a: b}\n", True, False),
+        ("executor: local\nbackend: {name: default}\nray_endpoint: ray://h:1\n", True, False),
         ("cluster: {address: 'http://h:8265'}\n", False, None),
         ("preflight: {enabled: true}\n", False, None),
         ("pools: {gpu: {}}\nexecutor: ray\n", False, None),

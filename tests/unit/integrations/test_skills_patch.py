@@ -241,6 +241,11 @@ def test_tasks_have_the_names_that_nemo_skills_gives_them(of_skills, monkeypatch
     assert [*ids, mine] == ["a-b", "a-b_1", "nemo-run"]
 
 
+def test_a_dictionary_for_ray_that_the_patch_has_not_read_is_refused(of_skills):
+    with pytest.raises(ConfigError, match="was not read by the patch skills_executor"):
+        task(of_skills, config={"executor": "local", "backend": {"name": "ray"}})
+
+
 def test_a_ray_program_reserves_nothing_itself(of_skills):
     (job,) = task(of_skills, with_ray=True, num_gpus=8, num_nodes=4, with_sandbox=True)
     found = roles(job)

@@ -49,8 +49,9 @@ SCRIPTS = run.PatternPackager(include_pattern="*.sh", relative_path=".")
         ),
         (run.Script("there.sh"), {}, "no code is sent, so that its script 'there.sh'"),
         (run.Script("gone.sh"), {"packager": SCRIPTS}, "'gone.sh' is not among the 1 file"),
+        (run.Script("gone.sh"), {"address": None}, "there is no .*/gone.sh. Correct the script's"),
     ],
-    ids=["secret", "packager", "pattern", "script not sent", "script not packed"],
+    ids=["secret", "packager", "pattern", "script not sent", "script not packed", "script here"],
 )
 def test_a_dry_run_refuses_what_the_run_would_and_neither_asks_a_cluster(
     address, unique, tmp_path, monkeypatch, task, fields, words

@@ -360,6 +360,10 @@ _REFUSED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [{"role": "a-b"}, {"role": "c"}, {"role": "A_b"}],
         ["'a-b'", "'A_b'", "NEMO_RUN_A_B_HOST", "RayExecutor.role"],
     ),
+    "two ports that would share a variable": (
+        [{"role": "a", "ports": {"http": 0, "HTTP": 0}}, {}],
+        ["'a'", "http, HTTP", "RayExecutor.ports"],
+    ),
     "no primary": (
         [{"role": "a", "service": True}, {"role": "b", "service": True}],
         ["a, b", "RayExecutor.service"],
