@@ -312,7 +312,7 @@ class ArrayDriver:
             self._stop()
         over = self._progress.ended_count + len(self._progress.unwanted)  # which may hang
         is_settled = self._is_stopped or over == self._progress.count
-        if is_settled and self._settled_at is None:
+        if is_settled and not self._settled_at:
             self._settled_at = self._look_at = now  # the next turn looks, and ends idle hosts
         if not self._is_stopped:
             self.lease()
@@ -455,7 +455,7 @@ class ArrayDriver:
             self._drop(host)
         else:  # ``unprepared``, ``failed``, ``gone`` or ``died``
             cause = Reason.NOT_STARTED if kind == "unprepared" else report.get("cause")
-            if kind == "died" and cause is not None:
+            if kind == "died" and cause:
                 self._drop(host)  # it never came up
             else:
                 self._give_up(host)
@@ -475,7 +475,7 @@ class ArrayDriver:
             failures += 1
         pause_s = min(_AGAIN_S * 2 ** min(failures - 1, 10), _AGAIN_MAX_S)
         self._refusals[node_id] = failures, now + pause_s
-        if cause is not None or failures >= _DEATHS_MAX:
+        if cause or failures >= _DEATHS_MAX:
             self._cannot.add(node_id)
         runs = any(one.state is not HostState.STARTING for one in self.hosts.values())
         fitting = {one.node_id for one in nodes_that_fit(self._request, list(self._nodes.values()))}
@@ -510,7 +510,7 @@ class ArrayDriver:
         hosts, nodes = list(self.hosts.values()), self._nodes
         starting = [host for host in hosts if host.state is HostState.STARTING]
         wanted -= sum(host.slots for host in starting)
-        if self._spec.max_in_flight is not None:
+        if self._spec.max_in_flight:
             used = sum(host.slots for host in hosts)
             used += sum(len(self._progress.held[number]) for number in self.dead)
             wanted = min(wanted, self._spec.max_in_flight - used)
@@ -594,7 +594,7 @@ class ArrayDriver:
 
     def _is_done(self) -> bool:
         """Whether all has ended; what dead hosts have left is not waited for without a bound."""
-        if self._settled_at is None:
+        if not self._settled_at:
             return False
         # An array that is being ended does not wait for dead nodes: nothing runs a second time.
         dead = [

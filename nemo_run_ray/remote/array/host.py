@@ -260,7 +260,7 @@ class HostProcess:
         self._running.remove(element)
         self._slots.append(element.slot)
         element.close()
-        self._notes.add(_not_begun(element.lease))
+        self._notes.add([*element.lease, None])  # it has not begun
         if element.is_ending:
             self._report_end(_cancelled(element.lease))
         else:
@@ -310,7 +310,7 @@ class HostProcess:
         if not is_stuck or now < moved_at + _PATIENCE_S:
             return
         for lease, _ in self._waiting:
-            self._report_end(_not_begun(lease))
+            self._report_end([*lease, None])
         self._waiting.clear()
         if not self._running:
             name = socket.gethostname()
@@ -403,10 +403,6 @@ class HostProcess:
     def _report_end(self, row: Sequence[Any]) -> None:
         self._notes.add(row)
         self._channel.report("ended", row=row)
-
-
-def _not_begun(lease: Lease) -> List[Any]:
-    return [*lease, None]
 
 
 def _cancelled(lease: Lease) -> List[Any]:

@@ -80,7 +80,7 @@ class GroupDriver:
             while self._group.phase is not Phase.OVER:
                 if self._group.phase is not Phase.PLACING:
                     self._turn()
-                elif (event := room.look()) is not None:
+                elif event := room.look():
                     if event.kind is Kind.PLACED:
                         self._start_actors(room)
                     self._happened(event)

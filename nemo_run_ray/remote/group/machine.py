@@ -92,7 +92,7 @@ class Group:
         self._orders = []
         if self.phase is Phase.OVER:
             return []
-        if event.replica_id is not None:
+        if event.replica_id:
             self._of_replica(self.replicas[event.replica_id], event)
         elif event.kind is Kind.STOP:
             self._fail(143, Reason.CANCELLED, event.words)
