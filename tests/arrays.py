@@ -20,7 +20,7 @@ from nemo_run_ray.remote.array.elements import ENDED, Record, read_records
 from nemo_run_ray.remote.node.rundir import run_dirs
 from nemo_run_ray.remote.status import JOURNAL_FILE, file_of
 from tests import array_tasks
-from tests.conftest import processes_of, processes_where
+from tests.conftest import processes_of, processes_with
 
 COUNT = 60
 _PROGRAM = (
@@ -94,12 +94,7 @@ def _left(job: RemoteJob) -> list[Path]:
 
 def supervisors(job: RemoteJob) -> list[int]:
     """The processes of this package that look after elements, and their watchdogs."""
-    mark = f"NEMO_RUN_RAY_SUPERVISOR={job.id}/".encode()
-
-    def has(pid: int, words: list[str]) -> bool:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes()
-
-    return processes_where(has)
+    return processes_with(f"NEMO_RUN_RAY_SUPERVISOR={job.id}/")
 
 
 def ended(folder: Path) -> int:

@@ -1,6 +1,7 @@
 """One home and one Ray for all tests of a process; unique names keep them apart."""
 
 import atexit
+import contextlib
 import os
 import shutil
 import subprocess
@@ -42,7 +43,7 @@ for _name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
 import nemo_run as run  # noqa: E402
 from nemo_run.run import experiment  # noqa: E402
 
-from nemo_run_ray import RayExecutor  # noqa: E402
+from nemo_run_ray import RayExecutor, patches  # noqa: E402
 from nemo_run_ray.errors import NemoRunRayError  # noqa: E402
 from nemo_run_ray.remote.node.supervise import TAG  # noqa: E402
 from tests import warm  # noqa: E402
@@ -123,6 +124,16 @@ def unique() -> str:
     return f"t{uuid.uuid4().hex[:10]}"
 
 
+@contextlib.contextmanager
+def patched(name: str) -> Iterator[None]:
+    """With a patch of NeMo-Run, which is undone at the end."""
+    undo = patches.apply(name)
+    try:
+        yield
+    finally:
+        assert undo()
+
+
 def wait_for(question: Callable[[], _T], within_s: float = 60) -> _T:
     began = time.monotonic()
     deadline = began + within_s
@@ -196,10 +207,15 @@ def processes_of_home(wanted: Callable[[int, list[str]], bool]) -> list[int]:
     return processes_where(is_ours)
 
 
+def processes_with(mark: str) -> list[int]:
+    """The processes on this machine that have a text in their environment."""
+    text = mark.encode()
+    return processes_where(lambda pid, _: text in Path(f"/proc/{pid}/environ").read_bytes())
+
+
 def processes_of(submission_id: str) -> list[int]:
-    """The processes on this machine that belong to a job's command."""
-    mark = f"{TAG}={submission_id}/".encode()
-    return processes_where(lambda pid, _: mark in Path(f"/proc/{pid}/environ").read_bytes())
+    """Those that belong to a job's command."""
+    return processes_with(f"{TAG}={submission_id}/")
 
 
 def files_with(value: str, folder: Path) -> list[str]:

@@ -3,25 +3,16 @@
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 from nemo_run.core.execution.lepton import LeptonExecutor
 
-from nemo_run_ray import patches
 from tests.patches.dgxcloud import make_executor
 
 HOSTILE = ["plain", "with space", "it's", 'say "hi"', "a$HOME`id`", "back\\slash", "line\nbreak",
            "-dash", "\u00e4\u00f6\u6587", "semi;colon&more", "*?[x]", "$(touch oops)"]  # fmt: skip
-
-
-@pytest.fixture
-def applied() -> Iterator[None]:
-    undo = patches.apply("data_mover_configs")
-    yield
-    assert undo()
 
 
 @pytest.fixture(params=["lepton", "dgxcloud"])

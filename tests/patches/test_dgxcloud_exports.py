@@ -2,15 +2,14 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from json import dumps
 from types import SimpleNamespace
 
-import pytest
 from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudRequest
 
 from nemo_run_ray import patches
+from tests.conftest import patched
 from tests.patches.dgxcloud import make_executor
 
 SOURCE = {f"_NEMO_RUN_RAY_SRC_{number}": "x{`$" for number in range(3)} | {"_NEMOTRON_SRC_0": "y"}
@@ -20,13 +19,6 @@ OTHERS = {
     "lower": "case",
     "SRC": "_NEMOTRON_SRC_",
 }
-
-
-@pytest.fixture
-def applied() -> Iterator[None]:
-    undo = patches.apply("dgxcloud_exports")
-    yield
-    assert undo()
 
 
 def _request(**changes) -> DGXCloudRequest:
@@ -63,11 +55,8 @@ def test_without_source_the_script_is_the_same_to_the_letter():
         return _request(executor=make_executor(env_vars=OTHERS), extra_env=OTHERS).materialize()
 
     before = script()
-    undo = patches.apply("dgxcloud_exports")
-    try:
+    with patched("dgxcloud_exports"):
         assert script() == before
-    finally:
-        undo()
 
 
 def test_filters_that_others_add_meanwhile_stay(monkeypatch):

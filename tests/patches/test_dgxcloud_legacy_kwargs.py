@@ -3,7 +3,6 @@
 import base64
 import json
 import zlib
-from collections.abc import Iterator
 
 import fiddle as fdl
 import nemo_run as run
@@ -14,13 +13,6 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from nemo_run_ray import patches
 from tests.conftest import python
 from tests.patches.dgxcloud import fields, make_executor
-
-
-@pytest.fixture
-def applied() -> Iterator[None]:
-    undo = patches.apply("dgxcloud_legacy_kwargs")
-    yield
-    assert undo()
 
 
 def _old(**changes) -> dict[str, object]:

@@ -18,13 +18,6 @@ REASON = "the client's credentials were revoked"
 TOKEN = json.dumps({"accessToken": "t"})
 
 
-@pytest.fixture
-def applied() -> Iterator[None]:
-    undo = patches.apply("dgxcloud_refusal")
-    yield
-    assert undo()
-
-
 class Platform:
     """A token endpoint that gives the answers it is told, the last one for ever."""
 

@@ -16,6 +16,7 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 from nemo_run.run.ray.slurm import SlurmRayCluster, SlurmRayRequest
 
 from nemo_run_ray import patches
+from tests.conftest import patched
 
 Both = Callable[..., tuple[str, str]]
 #: Fields of an executor that NeMo-Run sets after it was made.
@@ -45,11 +46,8 @@ def both(tmp_path) -> Iterator[Both]:
             )
 
         theirs = request().materialize()
-        patches.apply("slurm_ray")
-        try:
+        with patched("slurm_ray"):
             return theirs, request().materialize()
-        finally:
-            patches.undo("slurm_ray")
 
     yield make
     assert _PATCH.status() == "off"
@@ -216,11 +214,8 @@ def test_a_dry_run_makes_no_folder(tmp_path, capsys, monkeypatch, wrapped):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     tunnel = run.LocalTunnel(job_dir=str(tmp_path / "jobs"))
     executor = run.SlurmExecutor(account="a", partition="p", tunnel=tunnel)
-    patches.apply("slurm_ray")
-    try:
+    with patched("slurm_ray"):
         SlurmRayCluster(name="c", executor=executor).create(dryrun=True)
-    finally:
-        patches.undo("slurm_ray")
     assert "node.pyz" in capsys.readouterr().out
     assert not (tmp_path / "jobs").exists()
     assert list((tmp_path / "tmp").iterdir()) == [], "a client that is killed later leaves nothing"
@@ -245,11 +240,8 @@ def test_a_task_of_an_experiment_that_asks_for_a_ray_cluster_gets_this_script(tm
         return str(experiment.jobs[0]._dryrun_info.request.materialize())
 
     theirs = script()
-    patches.apply("slurm_ray")
-    try:
+    with patched("slurm_ray"):
         ours = script()
-    finally:
-        patches.undo("slurm_ray")
     assert "node.pyz" not in theirs
     assert "node.pyz" in ours
     assert _lines(ours, "^#SBATCH") == _lines(theirs, "^#SBATCH")

@@ -1,7 +1,7 @@
 """Chains on a real Ray: order, attempts, limits, cancelling, and dispatchers that die."""
 
-import contextlib
 import hashlib
+import itertools
 import json
 import re
 import secrets
@@ -16,7 +16,7 @@ from nemo_run_ray.experiment.dispatch import start_dispatcher
 from nemo_run_ray.experiment.job import find_job
 from nemo_run_ray.remote.status import JobExit, JobState, Reason
 from tests.chains import Started, Yard, step
-from tests.conftest import files_with, wait_for
+from tests.conftest import files_with, processes_where, wait_for
 
 
 @pytest.fixture
@@ -155,13 +155,8 @@ def test_a_job_waits_for_jobs_of_other_experiments(yard, unique, api):
 
 def dispatchers(submission_id: str) -> list[int]:
     """Processes of a dispatcher, without the shell around them."""
-    words = b"\0".join((b"dispatch", submission_id.encode(), b""))
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ended while we looked
-            if folder.name.isdigit() and words in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+    words = ("dispatch", submission_id)
+    return processes_where(lambda _, found: words in itertools.pairwise(found))
 
 
 def test_a_client_that_waits_starts_a_dispatcher_again_that_was_stopped(yard, unique, api):

@@ -18,7 +18,7 @@ import pytest
 from nemo_run.run.ray.job import RayJob
 
 from nemo_run_ray import patches
-from tests.conftest import processes_where, wait_for
+from tests.conftest import processes_where, processes_with, wait_for
 from tests.hosts import own_set
 
 _TESTBED = Path(__file__).parent.parent / "hosts" / "testbed.py"
@@ -153,16 +153,6 @@ def whole(slurm: Slurm, monkeypatch) -> Iterator[None]:
     wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
 
 
-def processes_with(mark: bytes) -> list[int]:
-    """The processes on this machine that have a text in their environment."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ended while we looked
-            if folder.name.isdigit() and mark in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
-
-
 def _words_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -209,8 +199,7 @@ class RayOnSlurm:
 
     def leftovers(self) -> list[str]:
         """What the job has left: processes, and Ray's folders on the hosts."""
-        mark = f"NEMO_RUN_RAY_RUN={self.folder}".encode()
-        found = [_words_of(pid) for pid in processes_with(mark)]
+        found = [_words_of(pid) for pid in processes_with(f"NEMO_RUN_RAY_RUN={self.folder}")]
         return found + [str(path) for path in Path("/tmp").glob(f"nrr-*-{self.job}.*")]
 
     def wait_gone(self) -> None:

@@ -16,8 +16,7 @@ import nemo_run as run
 import pytest
 from nemo_run.run.ray.slurm import SlurmRayRequest
 
-from nemo_run_ray import patches
-from tests.conftest import wait_for
+from tests.conftest import patched, wait_for
 from tests.slurm.conftest import BIN, PYTHON, RayOnSlurm, Slurm
 
 #: Debian's "daemon": a user that Slurm can look up on any machine.
@@ -145,13 +144,10 @@ def _submit(slurm: Slurm, name: str, executor: run.SlurmExecutor, **fields: Any)
     """Submit the script of one of NeMo-Run's requests, for what its ``RayJob`` cannot ask for."""
     folder = slurm.folder / "jobs" / name
     (folder / "logs").mkdir(parents=True)
-    patches.apply("slurm_ray")
-    try:
+    with patched("slurm_ray"):
         script = SlurmRayRequest(
             name=name, cluster_dir=str(folder), executor=executor, launch_cmd=["sbatch"], **fields
         ).materialize()
-    finally:
-        patches.undo("slurm_ray")
     (folder / "script").write_text(script)
     job = slurm.ask("sbatch", "--parsable", str(folder / "script")).partition(";")[0].strip()
     return RayOnSlurm(slurm, name, job, slurm.folder / "jobs")

@@ -26,8 +26,8 @@ from nemo_run_ray.clusters.slurm import allocations as allocations_module
 from nemo_run_ray.clusters.slurm import cluster as cluster_module
 from nemo_run_ray.errors import ClusterError
 from tests import warm
-from tests.conftest import ROOT, python, tool, wait_for
-from tests.slurm.conftest import BIN, PYTHON, Slurm, processes_with
+from tests.conftest import ROOT, processes_with, python, tool, wait_for
+from tests.slurm.conftest import BIN, PYTHON, Slurm
 from tests.slurm.sshd import Sshd, running
 
 #: A program of another process: what it connects to, and what it does then.
@@ -128,7 +128,7 @@ def allocations(slurm: Slurm, tmp_path, monkeypatch) -> Iterator[Allocations]:
         client.communicate()
     slurm.ask("scancel", "--full", "--user=root")
     wait_for(lambda: not slurm.ask("squeue", "-h"), 60)
-    mark = f"NEMO_RUN_RAY_LIFE={folder}".encode()
+    mark = f"NEMO_RUN_RAY_LIFE={folder}"
     wait_for(lambda: not processes_with(mark), 60)
 
 

@@ -18,11 +18,11 @@ import nemo_run as run
 import pytest
 from nemo_run.run.ray.slurm import SlurmRayCluster
 
-from nemo_run_ray import patches, ssh
+from nemo_run_ray import ssh
 from nemo_run_ray.clusters.slurm import login as login_module
 from nemo_run_ray.clusters.slurm.login import Login
 from nemo_run_ray.errors import ClusterError, Unanswered
-from tests.conftest import processes_where, wait_for
+from tests.conftest import patched, processes_where, wait_for
 from tests.http_server import Handler, serving
 from tests.slurm.sshd import Sshd, running
 
@@ -88,12 +88,9 @@ def test_nemo_runs_own_ray_cluster_sends_nothing_to_a_host_whose_key_is_unknown(
         name="c", executor=run.SlurmExecutor(account="a", partition="p", tunnel=tunnel)
     )
     _know(sshd, "unknown", tmp_path)
-    patches.apply("slurm_ray")
-    try:
-        with pytest.raises(ClusterError, match="Host key verification failed"):
-            cluster.create()
-    finally:
-        patches.undo("slurm_ray")
+    refused = pytest.raises(ClusterError, match="Host key verification failed")
+    with patched("slurm_ray"), refused:
+        cluster.create()
     assert not (tmp_path / "jobs").exists()
 
 
