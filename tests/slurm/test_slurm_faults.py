@@ -60,6 +60,20 @@ def _failed(job: RayOnSlurm, *words: str) -> None:
 
 
 @contextlib.contextmanager
+def _without(what: str, slurm: Slurm, host: str) -> Iterator[None]:
+    """A host without its power or its cable."""
+    slurm.bed("crash" if what == "power" else "cut", host)
+    try:
+        yield
+    finally:
+        if what == "power":
+            slurm.bed("up", "4")
+            slurm.bed("slurmd", host)
+        else:
+            slurm.bed("heal", host)
+
+
+@contextlib.contextmanager
 def _instead_of_ray(slurm: Slurm, host: str, text: str | None) -> Iterator[None]:
     """Another program, or none, in the place of ``ray`` on one host."""
     other = slurm.folder / "other-bin"
@@ -76,28 +90,32 @@ def _instead_of_ray(slurm: Slurm, host: str, text: str | None) -> Iterator[None]
 
 
 @pytest.mark.soak
-def test_the_program_never_begins_on_the_head(slurm, start):
-    """Without a python3, for example: nobody there can say so."""
-    python = slurm.folder / "python-but-on-n1"
-    python.write_text('#!/bin/sh\n[ "$(hostname)" != n1 ] || exit 9\nexec python3 "$@"\n')
-    python.chmod(0o755)
-    variables = {"NEMO_RUN_RAY_PYTHON": str(python), "RAY_HEAD_START_TIMEOUT": "5"}
-    job = start("true", env=variables)
-    assert job.wait()[0] == "FAILED"
-    assert "no head was there within 5 s" in job.told
-    job.wait_gone()
+@pytest.mark.parametrize(
+    ("does", "limit_s", "code", "words"),
+    [
+        ("exit 9", "5", None, "no head was there within 5 s"),
+        (
+            "exec sleep 600",
+            "3",
+            "70:0",
+            "The program has not begun on node n1 (the head) within 63 s",
+        ),
+    ],
+    ids=["it ends at once", "it hangs"],
+)
+def test_the_program_never_begins_on_the_head(slurm, start, does, limit_s, code, words):
+    """Without a python3, or as the task waits for an image or a mount: nobody there can say so.
 
-
-@pytest.mark.soak
-def test_the_task_of_the_head_hangs_before_the_program_begins(slurm, start):
-    """It waits for an image or a mount: nobody on a node can say so, and srun waits too."""
-    python = slurm.folder / "python-hangs-on-n1"
-    python.write_text('#!/bin/sh\n[ "$(hostname)" != n1 ] || exec sleep 600\nexec python3 "$@"\n')
+    Where it hangs srun waits too.
+    """
+    python = slurm.folder / f"python-but-on-n1-{limit_s}"
+    python.write_text(f'#!/bin/sh\n[ "$(hostname)" != n1 ] || {does}\nexec python3 "$@"\n')
     python.chmod(0o755)
-    variables = {"NEMO_RUN_RAY_PYTHON": str(python), "RAY_HEAD_START_TIMEOUT": "3"}
+    variables = {"NEMO_RUN_RAY_PYTHON": str(python), "RAY_HEAD_START_TIMEOUT": limit_s}
     job = start("true", env=variables)
-    assert job.wait(within_s=150) == ("FAILED", "70:0")
-    assert "The program has not begun on node n1 (the head) within 63 s" in job.told
+    ended = job.wait(within_s=150) if code else job.wait()
+    assert ended == ("FAILED", code or ended[1])
+    assert words in job.told
     job.wait_gone()
 
 
@@ -146,15 +164,11 @@ def test_the_driver_is_killed(slurm, start):
 def test_a_worker_loses_power(slurm, start):
     job = start(_FOREVER)
     job.wait_ready()
-    slurm.bed("crash", "n4")
-    try:
+    with _without("power", slurm, "n4"):
         wait_for(lambda: (job.run / "end.json").exists(), 60)
         assert "node n4 (rank 3)" in job.why
         wait_for(lambda: not slurm.processes(str(job.folder)), 60)
-    finally:
-        slurm.bed("up", "4")
-        slurm.bed("slurmd", "n4")
-        slurm.wait_idle()
+    slurm.wait_idle()
     job.wait_gone()
 
 
@@ -163,14 +177,10 @@ def test_the_head_loses_power(slurm, start):
     """With it the job's own script dies, so the others end by themselves."""
     job = start(_FOREVER, additional_parameters={"no_requeue": True})
     job.wait_ready()
-    slurm.bed("crash", "n1")
-    try:
+    with _without("power", slurm, "n1"):
         wait_for(lambda: not slurm.processes(str(job.run)), 60)
         assert job.wait(within_s=120)[0] == "NODE_FAIL"
-    finally:
-        slurm.bed("up", "4")
-        slurm.bed("slurmd", "n1")
-        slurm.wait_idle()
+    slurm.wait_idle()
     job.wait_gone()
 
 
@@ -196,12 +206,9 @@ def test_a_host_is_cut_off(slurm, start):
     """Its file system goes on here, so only Ray's own list tells."""
     job = start(_FOREVER)
     job.wait_ready()
-    slurm.bed("cut", "n4")
-    try:
+    with _without("cable", slurm, "n4"):
         wait_for(lambda: (job.run / "end.json").exists(), 60)
         assert "node n4 (rank 3)" in job.why
-    finally:
-        slurm.bed("heal", "n4")
     job.wait(within_s=90)
     job.wait_gone()
 
@@ -220,12 +227,9 @@ def test_without_fail_fast_a_node_may_lose_its_power(slurm, start):
     env, further = {"NEMO_RUN_RAY_FAIL_FAST": "0"}, {"no_kill": True}
     job = start("sleep 60; exit 4", env=env, additional_parameters=further)
     job.wait_ready()
-    slurm.bed("crash", "n4")
-    try:
+    with _without("power", slurm, "n4"):
         assert job.wait(within_s=150) == ("FAILED", "4:0"), job.told
-    finally:
-        _power_on(slurm, "n4")
-        slurm.wait_idle()
+    slurm.wait_idle()
     assert "the driver: exit code 4" in job.why
     job.wait_gone()
 
@@ -441,12 +445,10 @@ _STRIKES = (*_VICTIMS, "sidecar", "srun", "power", "cable", "controller", "scanc
 
 def _strike(slurm: Slurm, job: RayOnSlurm, what: str, host: str) -> Callable[[], None]:
     """Let something die, if it is there; what puts the hosts in order again."""
-    if what == "power":
-        slurm.bed("crash", host)
-        return lambda: _power_on(slurm, host)
-    if what == "cable":
-        slurm.bed("cut", host)
-        return lambda: _plug_in(slurm, host)
+    if what in ("power", "cable"):
+        lost = contextlib.ExitStack()
+        lost.enter_context(_without(what, slurm, host))
+        return lost.close
     if what == "controller":
         slurm.bed("slurmctld")
     elif what == "scancel":
@@ -462,15 +464,6 @@ def _strike(slurm: Slurm, job: RayOnSlurm, what: str, host: str) -> Callable[[],
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return lambda: None
-
-
-def _power_on(slurm: Slurm, host: str) -> None:
-    slurm.bed("up", "4")
-    slurm.bed("slurmd", host)
-
-
-def _plug_in(slurm: Slurm, host: str) -> None:
-    slurm.bed("heal", host)
 
 
 #: Processes that keep processors busy, beside every third strike of the long soak.
@@ -537,12 +530,9 @@ def _one_run(slurm: Slurm, start: Start, chance: random.Random, busy: int) -> st
 @pytest.mark.soak
 def test_a_worker_that_slurm_cannot_reach_at_the_start_is_named(slurm, start):
     """Slurm kills the step on the other nodes."""
-    slurm.bed("cut", "n3")
-    try:
+    with _without("cable", slurm, "n3"):
         job = start(_FOREVER)
         assert job.wait(within_s=75) == ("FAILED", "70:0")
-    finally:
-        slurm.bed("heal", "n3")
     assert "has not begun on n3" in job.why
     job.wait_gone()
     slurm.wait_idle()
@@ -553,11 +543,8 @@ def test_a_worker_that_loses_power_before_it_begins(slurm, start):
     """Slurm ends the step itself, or waits for a task of it that never says that it has ended."""
     job = start(_FOREVER, env={"NEMO_RUN_RAY_SHARE_TIMEOUT": "8"})
     wait_for(lambda: slurm.state(job.job)[0] != "PENDING", 30)
-    slurm.bed("crash", "n3")
-    try:
+    with _without("power", slurm, "n3"):
         wait_for(lambda: (job.run / "exit_code").exists(), 75)
-    finally:
-        _power_on(slurm, "n3")
     assert job.wait(within_s=90)[0] == "FAILED"
     job.wait_gone()
     slurm.wait_idle()
