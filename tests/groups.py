@@ -53,6 +53,14 @@ def submit(name: str, cluster: Cluster, *roles: Role) -> RemoteJob:
     return find_job(f"{experiment._id}.group")
 
 
+def submit_one(name: str, executor: RayExecutor, task: run.Script) -> RemoteJob:
+    """Hand one task over and leave; the job."""
+    with run.Experiment(name, executor=executor, skip_status_at_exit=True) as experiment:
+        experiment.add(task, name="job")
+        experiment.run(detach=True)
+    return find_job(f"{experiment._id}.job")
+
+
 def finish(job: RemoteJob) -> tuple[str, str, str]:
     """Follow a job to its end: state, reason and log."""
     log = "".join(job.log(follow=True))

@@ -9,16 +9,14 @@ from nemo_run_ray import RayExecutor
 from nemo_run_ray.experiment.job import RemoteJob, cancel_one, find_job
 from nemo_run_ray.remote.status import JobState
 from tests.conftest import processes_of, wait_for
+from tests.groups import submit_one
 
 
 @pytest.fixture
 def start(existing):
     def start(name: str, inline: str, **fields) -> RemoteJob:
         executor = RayExecutor(cluster=existing, **fields)
-        with run.Experiment(name, executor=executor, skip_status_at_exit=True) as experiment:
-            experiment.add(run.Script(inline=inline), name="job")
-            experiment.run(detach=True)
-        return find_job(f"{experiment._id}.job")
+        return submit_one(name, executor, run.Script(inline=inline))
 
     return start
 

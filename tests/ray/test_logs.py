@@ -4,8 +4,9 @@ import nemo_run as run
 import pytest
 
 from nemo_run_ray import RayExecutor
-from nemo_run_ray.experiment.job import RemoteJob, find_job
+from nemo_run_ray.experiment.job import RemoteJob
 from tests.conftest import wait_for
+from tests.groups import submit_one
 
 WIDE = 6 * 1024**2  # beyond the 4 MiB that Ray's own WebSocket takes
 
@@ -17,10 +18,7 @@ def start(existing, unique, monkeypatch):
     def start(program: str) -> RemoteJob:
         executor = RayExecutor(cluster=existing)
         script = run.Script(inline=f"exec python3 -u - <<'EOF'\n{program}\nEOF\n")
-        with run.Experiment(unique, executor=executor, skip_status_at_exit=True) as experiment:
-            experiment.add(script, name="job")
-            experiment.run(detach=True)
-        return find_job(f"{experiment._id}.job")
+        return submit_one(unique, executor, script)
 
     return start
 

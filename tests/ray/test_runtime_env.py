@@ -15,8 +15,8 @@ import pytest
 from nemo_run_ray import RayExecutor
 from nemo_run_ray.experiment.job import find_job
 from nemo_run_ray.remote.status import JobState, Reason
-from tests.conftest import BIN, CONDA, tool
-from tests.groups import client, finish
+from tests.conftest import BIN, CONDA, TRUE, tool
+from tests.groups import client, finish, submit_one
 from tests.http_server import Handler, serving
 from tests.stand_ins import CONDA_ENVIRONMENT, IMAGE, conda, podman
 
@@ -54,10 +54,7 @@ def where(request, local_cluster, existing) -> dict:
 
 def ran(task: object, executor: RayExecutor, name: str) -> str:
     """What a task has printed."""
-    with run.Experiment(name, skip_status_at_exit=True) as experiment:
-        experiment.add(task, executor=executor, name="job")
-        experiment.run(detach=True)
-    job = find_job(f"{experiment._id}.job")
+    job = submit_one(name, executor, task)
     text = "".join(job.output(follow=True))
     status = job.status
     assert status.state is JobState.SUCCEEDED, f"{status.message}\n{text}"
@@ -174,10 +171,7 @@ def test_a_task_in_a_container(local_cluster, unique, tmp_path, monkeypatch, ima
 def test_an_image_that_is_not_there(local_cluster, unique):
     podman(BIN)
     executor = RayExecutor(runtime_env={"image_uri": "registry.example.org/no:1"})
-    with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-        experiment.add(run.Script(inline="true"), executor=executor, name="job")
-        experiment.run(detach=True)
-    job = find_job(f"{experiment._id}.job")
+    job = submit_one(unique, executor, TRUE)
     log = "".join(job.log(follow=True))
     status = job.status
     assert (status.state, status.reason) == (JobState.FAILED, Reason.RUNTIME_ENV), status
@@ -207,10 +201,7 @@ def test_packages_that_cannot_be_had(existing, unique):
         options = ["--index-url", index, "--timeout", "240"]
         pip = {"packages": [_NOWHERE], "pip_install_options": options}
         executor = RayExecutor(cluster=existing, runtime_env={"pip": pip})
-        with run.Experiment(unique, skip_status_at_exit=True) as experiment:
-            experiment.add(run.Script(inline="true"), executor=executor, name="job")
-            experiment.run(detach=True)
-        job = find_job(f"{experiment._id}.job")
+        job = submit_one(unique, executor, TRUE)
         deadline = time.monotonic() + 300
         while not (status := job.status).state.is_terminal and time.monotonic() < deadline:
             # A build fails when its status has been seen, however slow the machine is.
