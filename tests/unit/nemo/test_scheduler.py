@@ -8,6 +8,7 @@ from nemo_run_ray.errors import ConfigError, JobError, NemoRunRayError
 from nemo_run_ray.ids import safe_id
 from nemo_run_ray.nemo import scheduler
 from nemo_run_ray.remote.status import JobState, JobStatus, Reason
+from tests.conftest import TRUE
 from tests.unit.experiment.conftest import Submitted
 
 
@@ -18,35 +19,22 @@ def address():
 
 def test_two_names_that_would_get_one_id_are_refused_before_anything_starts(address, unique):
     with run.Experiment(unique, executor=RayExecutor(address=address)) as experiment:
-        experiment.add(run.Script(inline="true"), name="a b")
-        experiment.add(run.Script(inline="true"), name=safe_id("a b"))
+        experiment.add(TRUE, name="a b")
+        experiment.add(TRUE, name=safe_id("a b"))
         with pytest.raises(ConfigError, match="give it another name"):
             experiment.dryrun(log=False)
 
 
-def test_a_dry_run_asks_no_cluster(address, unique):
-    """There is no such host: a question would raise."""
-    task = run.Script(inline="true")
-    run.run(task, executor=RayExecutor(address=address), name=unique, dryrun=True)
-
-
+NOTHING = run.PatternPackager(include_pattern="*.none", relative_path=".")
 SCRIPTS = run.PatternPackager(include_pattern="*.sh", relative_path=".")
 
 
 @pytest.mark.parametrize(
     ("task", "fields", "words"),
     [
-        (
-            run.Script(inline="true"),
-            {"secrets": ["NO_SUCH_SECRET"]},
-            "NO_SUCH_SECRET, which is not",
-        ),
-        (run.Script(inline="true"), {"packager": run.GitArchivePackager()}, "no git repository"),
-        (
-            run.Script(inline="true"),
-            {"packager": run.PatternPackager(include_pattern="*.none", relative_path=".")},
-            "it packed no file",
-        ),
+        (TRUE, {"secrets": ["NO_SUCH_SECRET"]}, "NO_SUCH_SECRET, which is not"),
+        (TRUE, {"packager": run.GitArchivePackager()}, "no git repository"),
+        (TRUE, {"packager": NOTHING}, "it packed no file"),
         (run.Script("there.sh"), {}, "no code is sent, so that its script 'there.sh'"),
         (run.Script("gone.sh"), {"packager": SCRIPTS}, "'gone.sh' is not among the 1 file"),
         (run.Script("gone.sh"), {"address": None}, "there is no .*/gone.sh. Correct the script's"),
@@ -68,6 +56,7 @@ def test_a_dry_run_refuses_what_the_run_would_and_neither_asks_a_cluster(
 @pytest.mark.parametrize(
     ("task", "fields"),
     [
+        (TRUE, {}),
         (run.Script("there.sh"), {"packager": SCRIPTS}),
         (run.Script("./there.sh"), {"address": None}),
         (run.Script("/on/the/nodes.sh"), {}),
@@ -75,9 +64,10 @@ def test_a_dry_run_refuses_what_the_run_would_and_neither_asks_a_cluster(
         (run.Script("a.module", entrypoint="python", m=True), {}),
     ],
 )
-def test_a_dry_run_takes_scripts_that_may_be_there(
+def test_a_dry_run_asks_no_cluster_and_takes_scripts_that_may_be_there(
     address, unique, tmp_path, monkeypatch, task, fields
 ):
+    """There is no such host: a question would raise."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.sh").touch()
     executor = RayExecutor(**{"address": address, **fields})
@@ -98,7 +88,7 @@ def test_a_dry_run_of_a_group_asks_no_cluster_and_says_what_is_sent(
         RayExecutor(address=address, packager=run.GitArchivePackager()),
     ]
     with run.Experiment(unique) as experiment:
-        experiment.add([run.Script(inline="true")] * 3, executor=executors, name="group")
+        experiment.add([TRUE] * 3, executor=executors, name="group")
         experiment.dryrun(log=False)
     (info,) = experiment.jobs[0]._dryrun_infos
     lines = str(info).splitlines()

@@ -232,10 +232,18 @@ def early(code: int, group_code: int) -> Outcome:
     return Outcome(group_code, Reason.SERVICE_ENDED, words)
 
 
+def died(name: str, reason: Reason = Reason.NODE_DIED) -> Outcome:
+    return Outcome(1, reason, f"{name}: node n1 died")
+
+
+_ENV = Reason.RUNTIME_ENV
 _LATE = Event(Kind.UNREADY, SERVER, "refused")
 _NOT_READY = Outcome(1, Reason.NOT_READY, "server/0: refused")
 _STOPPED = Outcome(143, Reason.CANCELLED, "cancelled")
 _PRIMARIES = ends(TRAIN0, TRAIN1, EVAL)
+_NO_ROOM = Event(Kind.REFUSED, None, "CPU 900", cause=Reason.UNSCHEDULABLE)
+_NEVER = Outcome(1, Reason.UNSCHEDULABLE, "CPU 900")
+_NO_UV = Event(Kind.UNPREPARED, TRAIN1, "no uv", cause=_ENV)
 _FIVE = Outcome(5, Reason.EXIT_CODE, "eval/0: exit code 5")
 
 
@@ -259,50 +267,14 @@ _FIVE = Outcome(5, Reason.EXIT_CODE, "eval/0: exit code 5")
         ),
         (Phase.PRIMARIES, 0, [exited(TRAIN0), lost(TRAIN0)], [], None),
         (Phase.ENDING, 0, [lost(SERVER)], [], DONE),
-        (
-            Phase.PRIMARIES,
-            0,
-            [lost(SERVER)],
-            _PRIMARIES,
-            Outcome(1, Reason.NODE_DIED, "server/0: node n1 died"),
-        ),
-        (
-            Phase.PREPARING,
-            0,
-            [lost(EVAL)],
-            [],
-            Outcome(1, Reason.NODE_DIED, "eval/0: node n1 died"),
-        ),
-        (
-            Phase.PREPARING,
-            0,
-            [lost(EVAL, Reason.RUNTIME_ENV)],
-            [],
-            Outcome(1, Reason.RUNTIME_ENV, "eval/0: node n1 died"),
-        ),
-        (
-            Phase.PRIMARIES,
-            0,
-            [lost(SERVER, Reason.RUNTIME_ENV)],
-            _PRIMARIES,
-            Outcome(1, Reason.NODE_DIED, "server/0: node n1 died"),
-        ),
+        (Phase.PRIMARIES, 0, [lost(SERVER)], _PRIMARIES, died("server/0")),
+        (Phase.PREPARING, 0, [lost(EVAL)], [], died("eval/0")),
+        (Phase.PREPARING, 0, [lost(EVAL, _ENV)], [], died("eval/0", _ENV)),
+        (Phase.PRIMARIES, 0, [lost(SERVER, _ENV)], _PRIMARIES, died("server/0")),
         (Phase.PLACING, 0, [STOP], [], _STOPPED),
         (Phase.PRIMARIES, 2, [STOP, exited(SERVER, 1)], [], _STOPPED),
-        (
-            Phase.PLACING,
-            0,
-            [Event(Kind.REFUSED, None, "CPU 900", cause=Reason.UNSCHEDULABLE)],
-            [],
-            Outcome(1, Reason.UNSCHEDULABLE, "CPU 900"),
-        ),
-        (
-            Phase.PREPARING,
-            0,
-            [Event(Kind.UNPREPARED, TRAIN1, "no uv", cause=Reason.RUNTIME_ENV)],
-            [],
-            Outcome(1, Reason.RUNTIME_ENV, "train/1: no uv"),
-        ),
+        (Phase.PLACING, 0, [_NO_ROOM], [], _NEVER),
+        (Phase.PREPARING, 0, [_NO_UV], [], Outcome(1, _ENV, "train/1: no uv")),
     ],
 )
 def test_events_give_orders_and_the_first_outcome_counts(phase, restarts, events, orders, outcome):

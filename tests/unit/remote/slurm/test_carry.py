@@ -24,6 +24,10 @@ from tests.unit.remote.slurm.test_slurm_decide import settings_with
 
 _DONE = {"submission_id": "a", "status": "SUCCEEDED"}
 _DISPATCHER = {"submission_id": "d", "status": "RUNNING"}
+_DECIDED = {"submission_id": "d", "status": "SUCCEEDED"}
+_SOME_FAILED = {"submission_id": "d", "status": "FAILED", "driver_exit_code": 8}
+_NO_TIME = {"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}
+_DIED = {"submission_id": "d", "status": "FAILED", "driver_exit_code": 3}
 
 
 class Dashboard(Handler):
@@ -126,44 +130,14 @@ def test_the_kept_table_has_the_end_that_ray_has_lost(world):
         (9_999.0, False, {}, [_DISPATCHER, {"submission_id": "b", "status": "PENDING"}], ""),
         (9_999.0, False, {}, [_DISPATCHER, {"submission_id": "other", "status": "RUNNING"}], ""),
         # The chain is decided.
-        (9_999.0, False, {}, [_DONE, {"submission_id": "d", "status": "SUCCEEDED"}], ""),
-        (
-            9_999.0,
-            False,
-            {},
-            [{"submission_id": "d@3", "status": "FAILED", "driver_exit_code": 8}],
-            "",
-        ),
+        (9_999.0, False, {}, [_DONE, _DECIDED], ""),
+        (9_999.0, False, {}, [{**_SOME_FAILED, "submission_id": "d@3"}], ""),
         # Its dispatcher had no time for the remaining jobs.
-        (
-            9_000.0,
-            True,
-            {},
-            [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}],
-            "the remaining jobs need more time than it has",
-        ),
-        (
-            9_000.0,
-            False,
-            {},
-            [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}],
-            "",
-        ),
+        (9_000.0, True, {}, [_DONE, _NO_TIME], "the remaining jobs need more time than it has"),
+        (9_000.0, False, {}, [_DONE, _NO_TIME], ""),
         # A dispatcher that died gives no idle allocation back before its walltime.
-        (
-            9_000.0,
-            True,
-            {},
-            [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 3}],
-            "",
-        ),
-        (
-            9_999.0,
-            True,
-            {},
-            [_DONE, {"submission_id": "d", "status": "FAILED", "driver_exit_code": 3}],
-            "its walltime is over",
-        ),
+        (9_000.0, True, {}, [_DONE, _DIED], ""),
+        (9_999.0, True, {}, [_DONE, _DIED], "its walltime is over"),
     ],
 )
 def test_when_the_next_allocation_continues(world, at, is_idle, fields, rows, why):
@@ -173,7 +147,7 @@ def test_when_the_next_allocation_continues(world, at, is_idle, fields, rows, wh
 
 
 def test_a_chain_that_gained_nothing_is_not_carried_over_again(world):
-    late = [{"submission_id": "d", "status": "FAILED", "driver_exit_code": 9}]
+    late = [_NO_TIME]
     first = world.table.read_text()
     world.table.write_text("[]")
     assert world.allocation().renewal(late, True).renews, "it came too late for this one"
@@ -188,7 +162,7 @@ def test_a_signal_before_the_walltime_ends_the_allocation(world):
     allocation = world.allocation()
     (world.run / "signalled").touch()
     assert allocation.renewal([_DONE, _DISPATCHER], False).renews
-    end = allocation.renewal([{"submission_id": "d", "status": "SUCCEEDED"}], False)
+    end = allocation.renewal([_DECIDED], False)
     assert (end.code, end.renews) == (CLUSTER_FAILED, False)
     assert "SIGUSR1" in end.why
 
@@ -244,8 +218,8 @@ def test_a_chain_that_cannot_continue_is_given_up(world, capfd, text):
 @pytest.mark.parametrize(
     ("table", "is_renewed"),
     [
-        ([{"submission_id": "d", "status": "SUCCEEDED"}], True),
-        ([{"submission_id": "d", "status": "FAILED", "driver_exit_code": 8}], True),
+        ([_DECIDED], True),
+        ([_SOME_FAILED], True),
         ([_DONE], True),  # the chain of another allocation, which was lost with that
         ([_DONE, _DISPATCHER], False),
     ],
