@@ -25,8 +25,20 @@ def weird_tmp_path(tmp_path) -> Path:
 
 
 @pytest.fixture
-def ray(monkeypatch) -> Iterator[FakeRay]:
+def no_token(monkeypatch) -> None:
+    """In the environment, which names no Ray either."""
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def home(no_token, monkeypatch, tmp_path) -> Path:
+    """A home without a token."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def ray(no_token) -> Iterator[FakeRay]:
     with fake_ray(now=time.time()) as found:
         yield found

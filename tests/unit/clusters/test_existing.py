@@ -10,25 +10,19 @@ from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("home")
+
 URL, SAFE = "http://ray-head:8265", "https://ray-head:8265"
-
-
-@pytest.fixture(autouse=True)
-def no_tokens(monkeypatch, tmp_path):
-    """Neither variables nor a home with a token."""
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / ".ray").mkdir(parents=True)
 
 
 def _sent(**fields: object) -> str | None:
     return ExistingCluster(url=SAFE, **fields).connect().headers.get("Authorization")
 
 
-def test_a_token_is_looked_for_where_ray_looks(tmp_path, monkeypatch):
+def test_a_token_is_looked_for_where_ray_looks(home, tmp_path, monkeypatch):
     assert _sent() is None
-    (tmp_path / "home" / ".ray" / "auth_token").write_text("of-home\n")
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text("of-home\n")
     assert _sent() == "Bearer of-home"
     (tmp_path / "a token").write_text("  of-path\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "a token"))

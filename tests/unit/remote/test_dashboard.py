@@ -14,6 +14,8 @@ from nemo_run_ray.remote import dashboard
 from nemo_run_ray.remote.dashboard import DashboardClient, RequestRefused, Unanswered, candidates
 from tests.http_server import Handler, serving
 
+pytestmark = pytest.mark.usefixtures("home")
+
 VERSION = json.dumps({"version": "4", "ray_version": "2.60.0", "session_name": "session_1"})
 BODY = {"submission_id": "e.a", "entrypoint": "true", "metadata": {"é": "ü"}}
 TAKEN = "ValueError: Job with submission_id e.a already exists. Please use a different one.\n"
@@ -64,15 +66,6 @@ def script() -> Iterator[Script]:
     known = Script()
     with serving(_Handler, script=known) as known.url:
         yield known
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path) -> Path:
-    """A home without a token."""
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path
 
 
 REQUESTS = [

@@ -52,19 +52,14 @@ from tests.fake_ray import (
     fake_ray,
 )
 
+pytestmark = pytest.mark.usefixtures("home")
+
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., FakeRay]]:
     """Start a server for a chain, or for none."""
     with contextlib.ExitStack() as stack:
         yield lambda *given, **options: stack.enter_context(fake_ray(*given, **options))
-
-
-@pytest.fixture(autouse=True)
-def no_token(monkeypatch, tmp_path) -> None:
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 @pytest.fixture
