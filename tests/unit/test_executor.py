@@ -158,6 +158,9 @@ def test_the_role_is_named_when_it_is_known():
     ("argument", "value"),
     [
         ("address=http://127.0.0.1:9", "http://127.0.0.1:9"),
+        ("cluster=team-a", "team-a"),
+        ("pool=gpu", "gpu"),
+        ("gpus_per_node=0", 0),
         ("cpus_per_node=0.5", 0.5),
         ("memory_per_node=64GiB", "64GiB"),
         ("memory_per_node=1024", 1024),

@@ -83,8 +83,8 @@ def test_where_a_value_comes_from(write):
     assert load("team-a").where("pools", "gpu", "cpus_per_node") == f"{yaml}:16"
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "{}\n"])
-def test_an_empty_file_is_no_embedded_ray(write, text):
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}\n", "- a\n"])
+def test_a_file_that_is_empty_or_no_table_is_no_embedded_ray(write, text):
     """A file that is being written is empty for a moment."""
     path = write(text, is_whole=True)
     with pytest.raises(ConfigError, match="holds no keys with values; expected") as caught:
@@ -213,10 +213,7 @@ def test_a_wrong_toml(write, text, problem):
         load("team-t")
 
 
-def test_a_file_that_is_no_table_or_no_text(write, configs):
-    write("- a\n", is_whole=True)
-    with pytest.raises(ConfigError, match="holds no keys with values; expected"):
-        load("team-a")
+def test_a_file_that_is_no_text(configs):
     (configs / "bin.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"bin.yaml cannot be read: 'utf-8' codec"):
         load("bin")

@@ -11,7 +11,6 @@ import nemo_run as run
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nemo_run.cli.cli_parser import parse_cli_args
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
 from nemo_run_ray import ExistingCluster, LocalCluster, RayExecutor
@@ -120,6 +119,17 @@ BAD = {
     "defaults: {packager: zip}": ("defaults.packager", "allowed are none, git and"),
     "cluster: {address: 'ftp://x'}": ("cluster", "expected http"),
     "cluster: {address: 'http://x', headers: {Cookie: abc}}": ("cluster", "given in clear"),
+    "cluster: {address: 'http://h', token_variable: T, headers: {authorization: '${A}'}}": (
+        "cluster.token_variable",
+        "there is a header Authorization too",
+    ),
+    **{
+        f"cluster: {{slurm: {{account: a, job_dir: /j, {login}}}}}": (
+            "cluster",
+            "a login needs `host` and `user`",
+        )
+        for login in ("host: h", "user: u", "port: 22", "identity: key")
+    },
     "pools: {gpu: {memory_per_node: 3 elephants}}": ("pools.gpu.memory_per_node", "64GiB"),
 }
 
@@ -203,14 +213,6 @@ def test_code_wins_over_pool_over_defaults_over_environment(folder, layers, env)
     assert found.env_vars == {**env[3], **env[2], **env[1], **env[0]}
 
 
-def test_nemo_runs_command_line(write):
-    write(FILE)
-    words = ["cluster=team-a", "pool=gpu", "gpus_per_node=0"]
-    executor = fdl.build(parse_cli_args(RayExecutor, words, run.Config))
-    assert (executor.cluster, executor.pool) == ("team-a", "gpu")
-    assert executor.resolved().gpus_per_node == 0
-
-
 def test_the_dry_run_names_the_file_and_shows_what_it_says(write, capsys, unique):
     write(FILE)
     Path("code.py").touch()
@@ -266,19 +268,6 @@ def test_an_image_that_the_file_does_not_know(write):
     assert team(image="tools").label_selector == {}, "every node has it"
     with pytest.raises(ConfigError, match="would run on any node"):
         team(image="vlm")
-
-
-@pytest.mark.parametrize("login", ["host: h", "user: u", "port: 22", "identity: key"])
-def test_a_login_without_its_host_or_user(write, login):
-    write(f"cluster: {{slurm: {{account: a, job_dir: /j, {login}}}}}\n")
-    with pytest.raises(ConfigError, match="a login needs `host` and `user`"):
-        team()
-
-
-def test_two_authorizations(write):
-    write("cluster: {address: 'http://h', token_variable: T, headers: {authorization: '${A}'}}\n")
-    with pytest.raises(ConfigError, match="there is a header Authorization too"):
-        team()
 
 
 def test_a_name_of_a_variable_that_is_not_found_names_the_variable(configs, monkeypatch):

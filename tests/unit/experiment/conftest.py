@@ -10,8 +10,10 @@ from pathlib import Path
 
 import nemo_run as run
 import pytest
+from typer.testing import CliRunner
 
 from nemo_run_ray import RayExecutor
+from nemo_run_ray.cli import main as cli
 from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.experiment.dispatch import Dispatch, Snapshot, claim, dispatches_of
 from nemo_run_ray.experiment.job import RemoteJob, jobs_of, record
@@ -25,6 +27,13 @@ from tests.fake_ray import FakeRay
 def fresh_tables(monkeypatch) -> None:
     """Each look is one of its own: for tests of what is seen, not of how often it is asked for."""
     monkeypatch.setattr(jobs, "TABLE_AGE_S", 0.0)
+
+
+def invoke(*words: str) -> str:
+    """What a command of ours prints that succeeds."""
+    done = CliRunner().invoke(cli.build(), list(words))
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 class Submitted:

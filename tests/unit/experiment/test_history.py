@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from nemo_run_ray.cli import main as cli
 from nemo_run_ray.clusters import ClusterArchive
-from nemo_run_ray.dashboard import jobs
 from nemo_run_ray.errors import JobError
 from nemo_run_ray.experiment import job as history
 from nemo_run_ray.experiment.dispatch import Snapshot
@@ -21,18 +19,9 @@ from nemo_run_ray.remote.end_record import EndRecord
 from nemo_run_ray.remote.spec import NONCE_KEY
 from nemo_run_ray.remote.status import CLAIM_KEY, JobState, JobStatus, attempt_id
 from tests.fake_ray import FAILS, NODE, FakeRay, Trouble
-from tests.unit.experiment.conftest import Submitted
+from tests.unit.experiment.conftest import Submitted, invoke
 
-
-@pytest.fixture(autouse=True)
-def tables_of_now(monkeypatch) -> None:
-    monkeypatch.setattr(jobs, "TABLE_AGE_S", 0)
-
-
-def invoke(*words: str) -> str:
-    done = CliRunner().invoke(cli.build(), list(words))
-    assert done.exit_code == 0, done.output
-    return done.stdout
+pytestmark = pytest.mark.usefixtures("fresh_tables")
 
 
 def kept(submitted: Submitted) -> dict[str, str]:
@@ -185,34 +174,29 @@ def test_the_logs_of_all_attempts_are_kept_or_none(ray, unique, tmp_path, monkey
     assert job.kept.log.read_text().splitlines()[::2] == ["of 1", "of 2"]
 
 
-def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(ray, unique):
+@pytest.mark.parametrize(
+    ("read", "kept_log", "most", "words", "told"),
+    [
+        ("one\ntw", "one\ntwo\nthree\n", 99, "No more of its log is left", "one\ntwo\nthree\n"),
+        # Of a log whose end alone is kept nothing is told twice.
+        ("one\n", "".join(f"line {n}\n" for n in range(20)), 20, "no log any more", "one\n"),
+    ],
+)
+def test_a_reader_whose_cluster_dies_gets_the_rest_that_it_left(
+    ray, unique, read, kept_log, most, words, told
+):
     (job,) = Submitted(ray, unique, "job").jobs.values()
 
     def dies():
-        yield "one\ntw"
-        job.kept.keep_log(["one\n", "two\nthr", "ee\n"])
+        yield read
+        job.kept.keep_log(kept_log.splitlines(keepends=True), most)
         raise JobError("There is no log any more.")
 
     job._attempt_logs = lambda _: iter([dies()])
     found = []
-    with pytest.raises(JobError, match="No more of its log is left"):
+    with pytest.raises(JobError, match=words):
         found.extend(job.log())
-    assert "".join(found) == "one\ntwo\nthree\n"
-
-
-def test_of_a_log_whose_end_alone_is_kept_nothing_is_told_twice(ray, unique):
-    (job,) = Submitted(ray, unique, "job").jobs.values()
-
-    def dies():
-        yield "one\n"
-        job.kept.keep_log([f"line {number}\n" for number in range(20)], 20)
-        raise JobError("There is no log any more.")
-
-    job._attempt_logs = lambda _: iter([dies()])
-    found = []
-    with pytest.raises(JobError, match="no log any more"):
-        found.extend(job.log())
-    assert found == ["one\n"]
+    assert "".join(found) == told
 
 
 def test_a_reader_of_several_attempts_gets_the_rest_of_the_last_one(ray, unique, tmp_path):

@@ -19,14 +19,7 @@ from nemo_run_ray.experiment.dispatch import tend
 from nemo_run_ray.remote.spec import status_file_name
 from tests import warm
 from tests.fake_ray import NODE, FakeRay
-from tests.unit.experiment.conftest import Submitted
-
-
-def invoke(*words: str) -> str:
-    done = CliRunner().invoke(cli.build(), list(words))
-    assert done.exit_code == 0, done.output
-    return done.output
-
+from tests.unit.experiment.conftest import Submitted, invoke
 
 READS: dict[str, Callable[[str, FakeRay], object]] = {
     "status": lambda name, ray: invoke("status", name),

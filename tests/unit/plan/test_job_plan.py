@@ -18,23 +18,7 @@ from nemo_run_ray.fields import HttpProbe
 from nemo_run_ray.ids import job_id, safe_id
 from nemo_run_ray.plan.job import JobPlan, describe, entrypoint, plan
 from nemo_run_ray.remote import start
-
-_WORDS = [
-    "",
-    " ",
-    "a b",
-    "$HOME",
-    "${HOME}",
-    "*",
-    "a\nb",
-    "'",
-    '"',
-    "\\",
-    "`id`",
-    "é漢",
-    "--x=$1",
-    "%s",
-]
+from tests.unit.plan.test_roles import WORDS
 
 
 def _app(*argv: str, **env: str) -> AppDef:
@@ -92,8 +76,8 @@ def packed(tmp_path):
 
 
 def test_a_scripts_words_stay_as_they_are(packed):
-    app, executor = packed(run.Script(path="a b.sh", args=_WORDS))
-    assert plan(app, executor, "exp.job", "job").spec.argv == ("bash", "a b.sh", *_WORDS)
+    app, executor = packed(run.Script(path="a b.sh", args=WORDS))
+    assert plan(app, executor, "exp.job", "job").spec.argv == ("bash", "a b.sh", *WORDS)
 
 
 def test_reservations():
