@@ -13,5 +13,5 @@ collect_ignore = ["test_dgxcloud_legacy_kwargs.py"] if ID == "app_id" else []
 @pytest.fixture
 def applied(request) -> Iterator[None]:
     """With the patch that the test's file is named after."""
-    with patched(request.module.__name__.partition(".test_")[2]):
+    with patched(request.module.__name__.rpartition("test_")[2]):
         yield
