@@ -15,7 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from importlib.metadata import version
 from typing import Any, ClassVar, NamedTuple
 
@@ -154,6 +154,19 @@ class Patch(ABC):
             for edit in self._applied
             if edit.now is not edit.value
         )
+
+
+def around(replacement: Any) -> Any:
+    """The wrapper of a function, which ``replacement`` gets before the arguments of a call."""
+
+    def wrap(original: Any) -> Any:
+        @wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return wrapper
+
+    return wrap
 
 
 def digest_of(owner: type, name: str) -> str:

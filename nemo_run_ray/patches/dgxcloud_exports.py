@@ -12,7 +12,7 @@ from typing import Any
 from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudRequest
 
-from nemo_run_ray.patches import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch, around
 
 #: Variables of ``nemo_run_ray.cloud``.
 OUR_PREFIX = "_NEMO_RUN_RAY_SRC_"
@@ -38,23 +38,20 @@ class DGXCloudExportsPatch(Patch):
 PATCH = DGXCloudExportsPatch()
 
 
-def _without_source(render: Any) -> Any:
-    @functools.wraps(render)
-    def materialize(self: DGXCloudRequest) -> str:
-        # Copies, because other threads read the executor.
-        request = copy.copy(self)
-        request.executor = copy.copy(self.executor)
-        for owner, name in ((request.executor, "env_vars"), (request, "extra_env")):
-            kept = {
-                key: value
-                for key, value in getattr(owner, name).items()
-                # The transport of the Nemotron recipes works the same way.
-                if not key.startswith((OUR_PREFIX, "_NEMOTRON_SRC_"))
-            }
-            setattr(owner, name, kept)
-        return str(render(request))
-
-    return materialize
+@around
+def _without_source(render: Any, self: DGXCloudRequest) -> str:
+    # Copies, because other threads read the executor.
+    request = copy.copy(self)
+    request.executor = copy.copy(self.executor)
+    for owner, name in ((request.executor, "env_vars"), (request, "extra_env")):
+        kept = {
+            key: value
+            for key, value in getattr(owner, name).items()
+            # The transport of the Nemotron recipes works the same way.
+            if not key.startswith((OUR_PREFIX, "_NEMOTRON_SRC_"))
+        }
+        setattr(owner, name, kept)
+    return str(render(request))
 
 
 def _shorten(judge: Any, record: logging.LogRecord) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from nemo_run.core.execution import dgxcloud
 from nemo_run.core.execution.dgxcloud import DGXCloudExecutor
 
-from nemo_run_ray.patches import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch, around
 
 
 class DGXCloudRefusalPatch(Patch):
@@ -50,18 +50,15 @@ def _with_refusals(real: Any) -> ModuleType:
     return module
 
 
-def _once(ask: Any) -> Any:
-    @functools.wraps(ask)
-    def get_auth_token(self: DGXCloudExecutor) -> str | None:
-        try:
-            return ask(self)  # type: ignore[no-any-return]
-        except _Refusal as refusal:
-            dgxcloud.logger.error(
-                "Failed to retrieve auth token: %s/token answered %d, which asking again does not "
-                "change: %s",
-                self.base_url,
-                *refusal.args,
-            )
-            return None
-
-    return get_auth_token
+@around
+def _once(ask: Any, self: DGXCloudExecutor) -> str | None:
+    try:
+        return ask(self)  # type: ignore[no-any-return]
+    except _Refusal as refusal:
+        dgxcloud.logger.error(
+            "Failed to retrieve auth token: %s/token answered %d, which asking again does not "
+            "change: %s",
+            self.base_url,
+            *refusal.args,
+        )
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from nemo_run.config import Script
 from nemo_run.core.execution.base import Executor
 from nemo_run.run.job import JobGroup
 
-from nemo_run_ray.patches import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch, around
 
 
 class JobGroupPatch(Patch):
@@ -65,24 +64,21 @@ def _opts_in(kind: type) -> bool:
     return bool(answer and not answer.__module__.startswith("nemo_run.") and answer())
 
 
-def _merging(build: Any) -> Any:
-    @functools.wraps(build)
-    def __post_init__(self: Any) -> None:  # noqa: N807
-        given = self.executors
-        executors = [given] if isinstance(given, Executor) else given
-        kinds = {type(executor) for executor in executors}
-        # Others replace the class's list, or append to it, so it is read anew for each group.
-        self.SUPPORTED_EXECUTORS = [
-            *getattr(type(self), "SUPPORTED_EXECUTORS", ()),
-            *filter(_opts_in, kinds),
-        ]
-        try:
-            build(self)
-        finally:
-            del self.SUPPORTED_EXECUTORS
-        (kind,) = kinds
-        if not self._merge and _opts_in(kind) and hasattr(kind, "merge"):
-            self.executors = kind.merge(executors, num_tasks=len(self.tasks))
-            self._merge = True
-
-    return __post_init__
+@around
+def _merging(build: Any, self: Any) -> None:
+    given = self.executors
+    executors = [given] if isinstance(given, Executor) else given
+    kinds = {type(executor) for executor in executors}
+    # Others replace the class's list, or append to it, so it is read anew for each group.
+    self.SUPPORTED_EXECUTORS = [
+        *getattr(type(self), "SUPPORTED_EXECUTORS", ()),
+        *filter(_opts_in, kinds),
+    ]
+    try:
+        build(self)
+    finally:
+        del self.SUPPORTED_EXECUTORS
+    (kind,) = kinds
+    if not self._merge and _opts_in(kind) and hasattr(kind, "merge"):
+        self.executors = kind.merge(executors, num_tasks=len(self.tasks))
+        self._merge = True

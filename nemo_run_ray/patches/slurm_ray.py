@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from nemo_run.core.tunnel.client import SSHTunnel
 from nemo_run.run.ray.slurm import SlurmRayCluster, SlurmRayRequest
 
 from nemo_run_ray import ssh
-from nemo_run_ray.patches import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch, around
 
 
 class SlurmRayPatch(Patch):
@@ -35,30 +34,23 @@ class SlurmRayPatch(Patch):
 PATCH = SlurmRayPatch()
 
 
-def _with_our_template(materialize: Any) -> Any:
-    @functools.wraps(materialize)
-    def wrapper(self: Any) -> Any:
-        from nemo_run_ray.clusters.slurm.script import TEMPLATES, template_folder
+@around
+def _with_our_template(materialize: Any, self: Any) -> Any:
+    from nemo_run_ray.clusters.slurm.script import TEMPLATES, template_folder
 
-        if self.template_dir is not None or self.template_name not in TEMPLATES:
-            return materialize(self)  # the user's own template
-        with template_folder() as folder:
-            return materialize(dataclasses.replace(self, template_dir=folder))
-
-    return wrapper
+    if self.template_dir is not None or self.template_name not in TEMPLATES:
+        return materialize(self)  # the user's own template
+    with template_folder() as folder:
+        return materialize(dataclasses.replace(self, template_dir=folder))
 
 
-def _with_log_folder(create: Any) -> Any:
+@around
+def _with_log_folder(create: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Slurm writes the job's log into a folder that NeMo-Run does not make: the job fails."""
-
-    @functools.wraps(create)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("dryrun"):
-            tunnel = self.executor.tunnel
-            if isinstance(tunnel, SSHTunnel) and not isinstance(tunnel.session, ssh.Session):
-                tunnel.session = ssh.Session(tunnel)  # NeMo-Run's own takes any host key
-            folder = f"{tunnel.job_dir}/{self.name}/logs"
-            tunnel.run(f"mkdir -p {shlex.quote(folder)}")
-        return create(self, *args, **kwargs)
-
-    return wrapper
+    if not kwargs.get("dryrun"):
+        tunnel = self.executor.tunnel
+        if isinstance(tunnel, SSHTunnel) and not isinstance(tunnel.session, ssh.Session):
+            tunnel.session = ssh.Session(tunnel)  # NeMo-Run's own takes any host key
+        folder = f"{tunnel.job_dir}/{self.name}/logs"
+        tunnel.run(f"mkdir -p {shlex.quote(folder)}")
+    return create(self, *args, **kwargs)

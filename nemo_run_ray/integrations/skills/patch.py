@@ -9,7 +9,6 @@ has no meaning on Ray, is there with a value that lets it pass.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -33,7 +32,7 @@ from nemo_run_ray.errors import ConfigError, UnsupportedNemoRun
 from nemo_run_ray.executor import RayExecutor
 from nemo_run_ray.fields import is_credential_name, strict_init
 from nemo_run_ray.integrations.skills import localhost, reader
-from nemo_run_ray.patches import Edit, Patch
+from nemo_run_ray.patches import Edit, Patch, around
 from nemo_run_ray.remote.spec import Json, env_key
 
 _PACKAGE = "nemo_skills"
@@ -288,23 +287,10 @@ def _of_client(role: SkillsExecutor, serving: Sequence[SkillsExecutor]) -> Itera
 _LAST_IS_FOR_RAY: ContextVar[bool] = ContextVar("last_is_for_ray", default=False)
 
 
-def _around(replacement: Any) -> Any:
-    """The wrapper of a function, which ``replacement`` gets before the arguments of a call."""
-
-    def wrap(original: Any) -> Any:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs)
-
-        return wrapper
-
-    return wrap
-
-
 def _on_ray(replacement: Any) -> Any:
     """The wrapper of a function for the calls with the dictionary of a file for Ray."""
 
-    @_around
+    @around
     def replacing(original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs)
         config = bound.arguments["cluster_config"]
@@ -321,7 +307,7 @@ def _on_ray(replacement: Any) -> Any:
     return replacing
 
 
-@_around
+@around
 def _read_config(original: Any, config_file: Any) -> Any:
     path = Path(config_file)
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -362,7 +348,7 @@ def _add_task(original: Any, bound: inspect.BoundArguments) -> Any:
     return original(*bound.args, **bound.kwargs)
 
 
-@_around
+@around
 def _pipeline_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``Pipeline.run``, which does the same as ``add_task`` for each of its jobs."""
     if _KEY in self.cluster_config:
@@ -401,12 +387,12 @@ class _RandomPort:
         return _LAST_IS_FOR_RAY.get() or self.of_skills
 
 
-@_around
+@around
 def _should_get_random_port(original: Any, *args: Any, **kwargs: Any) -> Any:
     return _RandomPort(original(*args, **kwargs))
 
 
-@_around
+@around
 def _experiment_add(
     original: Any, self: Any, task: Any, executor: Any = None, name: str = "", *args: Any, **kw: Any
 ) -> Any:
