@@ -385,8 +385,7 @@ class LocalCluster(Cluster):
     def _environment(self, root: str) -> dict[str, str]:
         """The environment of the embedded Ray; writes a new token."""
         self._token.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(open_own(str(self._token), flags), "w") as file:
+        with open(self._token, "x", opener=open_own) as file:
             file.write(secrets.token_hex(32))
         return {
             # How often Ray builds a runtime environment. Each time starts anew and takes 20 s

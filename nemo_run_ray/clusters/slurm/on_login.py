@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,15 @@ class ClusterFolder:
             return None
         path = self._lives / str(number)
         os.listdir(path)  # so that a shared file system looks for new files
-        words = ("claimed", "job", "over", "refused", "stop")
         found: Row = {
             "number": number,
-            "is_sent": os.path.exists(f"{path}/sbatch"),
-            "is_renewal": os.path.exists(f"{path}/renewed"),
+            "is_sent": exists(f"{path}/sbatch"),
+            "is_renewal": exists(f"{path}/renewed"),
             "unchanged_s": time.time() - _changed_at(path),
-            **{name: " ".join(_read(f"{path}/{name}").split()) for name in words},
+            **{
+                name: " ".join(_read(f"{path}/{name}").split())
+                for name in ("claimed", "job", "over", "refused", "stop")
+            },
         }
         changed_at, run = _changed_at(f"{path}/job"), _newest_run(path)
         if run:
@@ -117,26 +120,29 @@ class ClusterFolder:
             if not path:
                 return None
             number = int(path.parts[-4])
-            while os.path.exists(f"{self._lives}/{number + 1}/renewed"):
+            while exists(f"{self._lives}/{number + 1}/renewed"):
                 number += 1
         numbers = [number]
-        while os.path.exists(f"{self._lives}/{numbers[-1]}/renewed"):
+        while exists(f"{self._lives}/{numbers[-1]}/renewed"):
             numbers.append(numbers[-1] - 1)
-        runs = [
-            {
-                "folder": str(run),
-                "session": _read(f"{run}/session").strip(),
-                "end": _json(f"{run}/end.json"),
-                "table": _read(f"{run}/jobs.json"),
-                "written_at": _changed_at(f"{run}/jobs.json"),
-                "logs": [path.name for path in run.glob("job_logs/*")],
-            }
-            for number in numbers
-            for run in reversed(_runs(self._lives / str(number)))
-        ]
-        kept = " ".join(map(_read, Path(self._folder).glob("dispatches/*/ids"))).split()
-        # The newest allocation is looked at last, so that it has the end that its run has.
-        return {"numbers": numbers, "runs": runs, "kept": kept, "newest": self.look(pause_s)}
+        return {
+            "numbers": numbers,
+            "runs": [
+                {
+                    "folder": str(run),
+                    "session": _read(f"{run}/session").strip(),
+                    "end": _json(f"{run}/end.json"),
+                    "table": _read(f"{run}/jobs.json"),
+                    "written_at": _changed_at(f"{run}/jobs.json"),
+                    "logs": [path.name for path in run.glob("job_logs/*")],
+                }
+                for number in numbers
+                for run in reversed(_runs(self._lives / str(number)))
+            ],
+            "kept": " ".join(map(_read, Path(self._folder).glob("dispatches/*/ids"))).split(),
+            # Looked at last, so that it has the end that its run has.
+            "newest": self.look(pause_s),
+        }
 
     def log_end(self, number: int, job: str) -> str:
         """The last lines that an allocation's job has printed, and the path of its log."""
@@ -184,7 +190,7 @@ class ClusterFolder:
             return
         job = text.strip().split(";")[0]
         write_file(f"{path}/job", job)
-        if os.path.exists(f"{path}/stop"):
+        if exists(f"{path}/stop"):
             _command("scancel", job)
 
     def note(self, number: int, name: str, text: str = "") -> None:
@@ -201,7 +207,7 @@ class ClusterFolder:
         """Make the folder of a dispatch that continues; false if it is there and whole."""
         path = f"{self._folder}/dispatches/{dispatcher}"
         os.makedirs(path, exist_ok=True)
-        return not os.path.exists(f"{path}/ids")
+        return not exists(f"{path}/ids")
 
     # ------------------------------------------------------------------ ending
 
@@ -215,12 +221,12 @@ class ClusterFolder:
         used = [path.parents[1] for path in self._lives.glob(f"*/users/{user}")]
         self.detach(user)
         for path in used:
-            if os.listdir(f"{path}/users") or os.path.exists(f"{path}/keep"):
+            if os.listdir(f"{path}/users") or exists(f"{path}/keep"):
                 continue
             write_file(f"{path}/released", "")
             # One that Slurm starts again continues, with the jobs that were submitted to it.
             ready = path.glob(f"run/{_read(path / 'job').strip()}.*/ready.json")
-            if not os.path.exists(f"{path}/renewed") and not any(ready):
+            if not exists(f"{path}/renewed") and not any(ready):
                 with suppress(OSError):
                     self.cancel(int(path.name), LEFT_EARLY)
 
@@ -238,8 +244,8 @@ class ClusterFolder:
             OSError: Slurm has not taken its job out of the queue; a second call tries again.
         """
         path = self._lives / str(number)
-        was_stopped, run = os.path.exists(f"{path}/stop"), _newest_run(path)
-        has_ended = run is not None and os.path.exists(f"{run}/end.json")
+        was_stopped, run = exists(f"{path}/stop"), _newest_run(path)
+        has_ended = run is not None and exists(f"{run}/end.json")
         queue = _squeue() if has_ended else None
         if queue is not None and not _jobs_of(path, queue):
             return False  # it has ended, and Slurm is not about to start it again
