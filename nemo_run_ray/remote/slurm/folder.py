@@ -127,8 +127,7 @@ class RunFolder:
         rows: dict[int, NodeReport] = {}
         with suppress(OSError, ValueError):  # a crash may tear a file
             for name in os.listdir(f"{self.path}/nodes"):
-                row = self.read(f"nodes/{name}", NodeReport) if name.endswith(".json") else None
-                if row:
+                if name.endswith(".json") and (row := self.read(f"nodes/{name}", NodeReport)):
                     rows[int(name[:-5])] = row
         return rows
 
@@ -175,8 +174,7 @@ class RunFolder:
 
     def publish_end(self, end: RunEnd) -> RunEnd:
         """Publish that the run is over, unless an end is published; the end that counts."""
-        published = self.end()
-        if published is not None:
+        if published := self.end():
             return published
         if end.renews:
             write_file(f"{self.path}/renews", "")

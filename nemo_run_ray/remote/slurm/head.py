@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any, Mapping, Sized
 
@@ -63,8 +64,8 @@ class Head(NodeProgram):
                     raise
                 self.say(f"Earlier chains cannot be read yet: {error}")
                 return end
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with open(os.open(f"{self.settings.run}/token", flags, 0o600), "w") as file:
+            own = partial(os.open, mode=0o600)
+            with open(f"{self.settings.run}/token", "w", opener=own) as file:
                 file.write(self._token)
             self.address = head_address(
                 self.settings.host, self.env.get("NEMO_RUN_RAY_INTERFACE", "")
@@ -124,10 +125,12 @@ class Head(NodeProgram):
             # From the last table the next allocation takes over jobs.
             any(self._allocation.keep_table() is not None for _ in range(3 if end.renews else 1))
             # Whoever sees the end of this run can read the logs of the jobs that had ended here.
-            rows = self._allocation.table
-            ended = [row for row in rows if row.get("driver_exit_code") is not None]
-            names = {f"job-driver-{row.get('submission_id')}.log" for row in ended}
-            self.keep_job_logs(1.0, names)
+            ended = {
+                f"job-driver-{row.get('submission_id')}.log"
+                for row in self._allocation.table
+                if row.get("driver_exit_code") is not None
+            }
+            self.keep_job_logs(1.0, ended)
         failed = end.code == CLUSTER_FAILED and not self.was_ready
         if failed and not self._requested_end() and self._allocation.may_try_again():
             end = end._replace(renews=True)
@@ -162,8 +165,7 @@ class Head(NodeProgram):
 
     def _follow_ray(self) -> None:
         """Ask for Ray's nodes after a pause, and tell the workers of Ray once they can join."""
-        pause_s = _ASK_READY_S if self.was_ready else _ASK_S
-        if monotonic() - self._asked_at >= pause_s:
+        if monotonic() - self._asked_at >= (_ASK_READY_S if self.was_ready else _ASK_S):
             with suppress(Unanswered):  # without an answer the last one stays
                 self.alive = {row["node_ip"] for row in self._allocation.dashboard.alive_nodes()}
                 for rank, report in self.reports.items():
@@ -172,9 +174,11 @@ class Head(NodeProgram):
                     elif rank in self.missed and self.was_ready:
                         self.missed[rank] += 1
             # NeMo-RL's scripts watch the resource of Ray's living nodes.
-            units = self.settings.worker_units * self._members
             with suppress(OSError):  # the next turn tries again
-                write_file(f"{self.settings.logs}/ray_worker_units", f"{units}\n")
+                write_file(
+                    f"{self.settings.logs}/ray_worker_units",
+                    f"{self.settings.worker_units * self._members}\n",
+                )
             self._asked_at = monotonic()
         # Before this node is registered, `ray start` of a worker soon gives up.
         if self.address in self.alive:
@@ -203,8 +207,12 @@ class Head(NodeProgram):
             env = {**self.ray_env, **driver_environment(self.ray_env, self._head)}
             if self.env.get("NEMO_RUN_RAY_DRIVER_GPUS") != "1":
                 env["CUDA_VISIBLE_DEVICES"] = ""  # Ray gives GPUs to tasks; NeMo-Run: `--gpus=0`
-            cwd = self.folder.text("workdir") or None
-            self._driver = self.start(["bash", "-c", command], self.settings.log("job"), env, cwd)
+            self._driver = self.start(
+                ["bash", "-c", command],
+                self.settings.log("job"),
+                env,
+                self.folder.text("workdir") or None,
+            )
         return None
 
 

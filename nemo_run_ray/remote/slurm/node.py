@@ -126,13 +126,9 @@ class NodeProgram(ABC):
                 if order == b"":
                     raise CannotContinue(self._why_no_watchdog())
                 if order is not None and not end:
-                    is_late = time.time() + 1 >= (self.settings.ends_at or float("inf"))
-                    why = (
-                        "Slurm's time limit has ended the job"
-                        if is_late
-                        else "the job was cancelled"
-                    )
-                    end = RunEnd(143, why)
+                    end = RunEnd(143, "the job was cancelled")
+                    if time.time() + 1 >= (self.settings.ends_at or float("inf")):
+                        end = RunEnd(143, "Slurm's time limit has ended the job")
         except Exception as error:  # whatever it is, this node ends its processes
             kind = "" if isinstance(error, CannotContinue) else f"{type(error).__name__}: "
             end = failure(self.settings, f"{kind}{error}")
@@ -193,8 +189,7 @@ class NodeProgram(ABC):
 
     def _copy_logs(self, pause_s: object) -> Child:
         """Copy Ray's own logs on this node to where NeMo-RL has them."""
-        host = self.settings.host if self.settings.rank else ""
-        folder = f"{self.settings.logs}/ray/{host}"
+        folder = f"{self.settings.logs}/ray/{self.settings.host if self.settings.rank else ''}"
         argv = ["sh", "-c", _COPY, "copy", self.settings.temp_dir, folder, str(pause_s)]
         return self.start(argv, os.devnull, os.environ)
 
@@ -312,10 +307,10 @@ class NodeProgram(ABC):
                     why = f"is {answer}"
                 elif answer is not None:
                     self.publish(ready=(*self.report.ready, name))
-                    if name == SANDBOX and self.settings.sandbox_ports:
-                        ready = f"SANDBOX_READY_{self.settings.host}"
+                    ports = self.settings.sandbox_ports
+                    if name == SANDBOX and ports:
                         with suppress(OSError):  # for others to read; we have our own file
-                            write_file(f"{self.settings.sandbox_ports}/{ready}", "")
+                            write_file(f"{ports}/SANDBOX_READY_{self.settings.host}", "")
             if why:
                 raise CannotContinue(f"the sidecar {name} {why}{log_end(log)}")
 

@@ -89,8 +89,9 @@ class Settings:
         own = f"/tmp/nrr-{os.getuid()}-{self.job}"
         self.temp_dir = env.get("RAY_TEMP_DIR") or own_folder(own) + "/r"
         #: Ports that the user has set, by variable.
-        names = (*HEAD_PORTS, *NODE_PORTS)
-        self.ports = {name: _port(env, name) for name in names if env.get(name)}
+        self.ports = {
+            name: _port(env, name) for name in (*HEAD_PORTS, *NODE_PORTS) if env.get(name)
+        }
         #: With that many workers the cluster is ready.
         self.min_workers: int = min(
             _number(env, "NEMO_RUN_RAY_MIN_WORKERS", self.nodes), self.nodes - 1
