@@ -151,8 +151,7 @@ class ShipSource(ExperimentPlugin):
             job = executor.pvc_job_dir
             if executor.nodes > 1:  # run:ai keeps the variables for the master and for the workers
                 copies = 2
-            ours = {"command", "args", "environmentVariables"}
-            given = ours & executor.custom_spec.keys()
+            given = {"command", "args", "environmentVariables"} & executor.custom_spec.keys()
             if given and _BOOT not in str(executor.custom_spec.get("args")):
                 raise TransportError(
                     f"ShipSource: custom_spec has {' and '.join(sorted(given))}, which ShipSource "
@@ -185,14 +184,13 @@ class ShipSource(ExperimentPlugin):
             }
         )
         variables[_BOOT] = Path(__file__).with_name("pod.py").read_text(encoding="utf-8")
-        listed = [{"name": name, "value": value} for name, value in variables.items()]
         # An object in etcd has 1.5 MiB at most (--max-request-bytes), also the platform's own
         # variables and the object's status. A new process may have 2 MiB.
         check_source(
             {name: len(entry.content) for name, entry in tree.items() if isinstance(entry, File)},
             platform,
             "the workload's description",
-            copies * len(json.dumps(listed)),
+            copies * len(json.dumps([{"name": n, "value": v} for n, v in variables.items()])),
             1_572_864 - 131_072,
         )
         executor.env_vars = variables

@@ -23,7 +23,7 @@ def received(env: Mapping[str, str], spec: Dict[str, Any]) -> bytes:
     """The files that were sent, checked."""
     import lzma  # which an image may lack
 
-    text = "".join(env.get(PREFIX + str(number), "") for number in range(spec["count"]))
+    text = "".join(env.get(f"{PREFIX}{number}", "") for number in range(spec["count"]))
     try:
         sent = base64.b85decode(text.translate(str.maketrans(".,/:", "$<>&")))
         marks, _, packed = lzma.decompress(sent).partition(b"\n")
@@ -90,9 +90,8 @@ def restore(packed: bytes, tree: str) -> None:
 def main(command: List[str]) -> None:
     env = os.environ
     try:
-        spec = json.loads(env[PREFIX + "SPEC"])
-        packed = received(env, spec)
-        restore(packed, spec["tree"])
+        spec = json.loads(env[f"{PREFIX}SPEC"])
+        restore(received(env, spec), spec["tree"])
         # Commands start in the job's own code folder, though jobs may share the tree.
         os.makedirs(spec["code"], exist_ok=True)
         for name in os.listdir(spec["tree"]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -133,8 +133,8 @@ def check(
     total = Counter[str]()
     for node in nodes:
         total.update(node.resources)
-    message = f"{len(nodes)} node(s) live, with {amounts_text(total)} in all."
     if nodes:
+        message = f"{len(nodes)} node(s) live, with {amounts_text(total)} in all."
         yield CheckRow("nodes", OK, message)
     else:
         yield CheckRow("nodes", BROKEN, "No node lives.", "Look at the cluster's dashboard.")
@@ -230,13 +230,12 @@ def sample(name: str, address: str | None, nodes: Sequence[Node]) -> str:
         nodes: those that live there.
     """
     cluster = _LOCAL if address is None else f"  address: {json.dumps(address)}"
-    by_labels: dict[str, list[Node]] = {}
+    by_labels = defaultdict[str, list[Node]](list)
     for node in nodes:  # a pool for every set of labels that their owner gave
-        labels = node.labels.items()
-        own = {key: text for key, text in sorted(labels) if not key.startswith("ray.io/")}
-        if own:
-            by_labels.setdefault(json.dumps(own), []).append(node)
-    pools: dict[str, str] = {}
+        labels = sorted(node.labels.items())
+        if own := {key: text for key, text in labels if not key.startswith("ray.io/")}:
+            by_labels[json.dumps(own)].append(node)
+    pools = dict[str, str]()
     for selector, members in sorted(by_labels.items()):
         texts = "-".join(json.loads(selector).values())
         pool = re.sub(r"[^A-Za-z0-9_.-]+", "-", texts).strip("-") or "pool"

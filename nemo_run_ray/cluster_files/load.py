@@ -134,8 +134,9 @@ def load(name: str) -> Document:
         problems = []
         for problem in error.errors():
             # pydantic adds the member of a union behind the key that has the union's type.
-            members = ("int", "str", "bool", "float")
-            place = tuple(part for part in problem["loc"] if part not in members)
+            place = tuple(
+                part for part in problem["loc"] if part not in ("int", "str", "bool", "float")
+            )
             problems.append(str(document.refuse(place, _problem(problem, place))))
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
     _check(document)
@@ -249,8 +250,9 @@ def _problem(error: Any, path: KeyPath) -> str:
 def _check(document: Document) -> None:
     """Check the keys that belong together, and that no credential stands in the file."""
     file = document.file
-    kinds = ("address", "local", "slurm")
-    named = [kind for kind in kinds if getattr(file.cluster, kind) is not None]
+    named = [
+        kind for kind in ("address", "local", "slurm") if getattr(file.cluster, kind) is not None
+    ]
     if len(named) > 1:
         raise document.refuse(("cluster",), f"names {' and '.join(named)}; expected one of them.")
     if not named and not (file.pools and all(pool.address for pool in file.pools.values())):
@@ -270,8 +272,7 @@ def _check(document: Document) -> None:
             problem = f"{pattern!r} may be your whole environment; expected NAME or NAME_*."
             raise document.refuse(("env", "forward", number), problem)
     for path, value in leaves(document.values):
-        is_variable = path[-2:-1] in (("env_vars",), ("set",))
-        if is_variable and credentials_in({str(path[-1]): value}):
+        if path[-2:-1] in (("env_vars",), ("set",)) and credentials_in({str(path[-1]): value}):
             raise document.refuse(
                 path,
                 "this looks like a credential, and the file is read by others. Put the value "
@@ -393,10 +394,11 @@ def find(name: str) -> tuple[Path, str]:
     with_profiles, profiles = profiles_here()
     if with_profiles and name in profiles:
         return with_profiles, name
-    where = ", ".join(map(str, folders())) or "no folder (./cluster_configs does not exist)"
     raise NoClusterFile(
         f"There is no cluster file of the name {name!r}; {meant(name, [*known, *profiles])} Looked "
-        f"for {name}.yaml, .yml and .toml in {where}. `nemo-run-ray clusters` lists all; "
+        f"for {name}.yaml, .yml and .toml in "
+        f"{', '.join(map(str, folders())) or 'no folder (./cluster_configs does not exist)'}. "
+        "`nemo-run-ray clusters` lists all; "
         "`nemo-run-ray init` writes one. For a cluster's address give RayExecutor(address=…). If "
         "the code names none, the name is that in the variable NEMO_RUN_RAY_CLUSTER."
     )

@@ -86,9 +86,12 @@ def resolve(executor: RayExecutor) -> RayExecutor:
                 )
         return executor
     if document.ignored:
-        keys = ", ".join(ignored.key for ignored in document.ignored)
-        message = f"{document.path} ({document.format}): not used on Ray are {keys}. "
-        _log_once(as_markup(f"{message}`nemo-run-ray clusters {name}` says why."))
+        message = (
+            f"{document.path} ({document.format}): not used on Ray are "
+            f"{', '.join(ignored.key for ignored in document.ignored)}. "
+            f"`nemo-run-ray clusters {name}` says why."
+        )
+        _log_once(as_markup(message))
     values = values_of(executor, document)
     # A name that the code has as a variable, or as a secret, is not the other too.
     clear, secrets = variables_of(document)
@@ -158,14 +161,13 @@ def _slurm_cluster(part: SlurmPart, path: Path) -> SlurmCluster:
             "a login needs `host` and `user`; add both, or leave them, `port` and `identity` out "
             "to use Slurm's commands of this machine."
         )
-    executor = run.SlurmExecutor(
-        **part.model_dump(exclude=_NOT_SLURMS, exclude_none=True),
-        ntasks_per_node=1,
-        additional_parameters=part.sbatch or None,
-        tunnel=tunnel,
-    )
     return SlurmCluster(
-        executor=executor,
+        executor=run.SlurmExecutor(
+            **part.model_dump(exclude=_NOT_SLURMS, exclude_none=True),
+            ntasks_per_node=1,
+            additional_parameters=part.sbatch or None,
+            tunnel=tunnel,
+        ),
         name=part.name or path.stem,
         sidecars=[
             Sidecar(

@@ -166,8 +166,9 @@ def array(
                 try:
                     set_field(changed, field, value)
                 except (AttributeError, IndexError, TypeError, ValueError) as error:
-                    name = _name(task)
-                    raise ConfigError(f"There is no field {field!r} in {name}: {error}") from error
+                    raise ConfigError(
+                        f"There is no field {field!r} in {_name(task)}: {error}"
+                    ) from error
         elements = ({"values": row} for row in rows)
     return Array(inline=_text_of(header, elements), env=env, entrypoint=ARRAY)
 
@@ -294,8 +295,7 @@ def array_spec(roles: Sequence[Role], executor: RayExecutor) -> ArraySpec:
 
 def _command(script: Json, file: Path) -> list[str]:
     """The command of a script; what is written inline becomes a file."""
-    words: list[str] = run.Script(**script).to_command(with_entrypoint=True, filename=str(file))
-    return words
+    return list(run.Script(**script).to_command(with_entrypoint=True, filename=str(file)))
 
 
 def _name(task: run.Partial[Any] | run.Script) -> str:
@@ -305,8 +305,7 @@ def _name(task: run.Partial[Any] | run.Script) -> str:
 
 
 def _header(text: str) -> Json:
-    header: Json = json.loads(next(line for line in text.split("\n") if line[:1] == "{"))
-    return header
+    return dict(json.loads(next(line for line in text.split("\n") if line[:1] == "{")))
 
 
 # ---------------------------------------------------------------------- the task

@@ -121,8 +121,9 @@ class JobPlan:
             nonce: tells this submission from any other of the same id.
         """
         variables = dict(self.runtime_env.get("env_vars", {}))
-        stop_wait_s = int(self.spec.grace_s) + _STOP_MARGIN_S
-        variables.setdefault("RAY_JOB_STOP_WAIT_TIME_S", str(stop_wait_s))
+        variables.setdefault(
+            "RAY_JOB_STOP_WAIT_TIME_S", str(int(self.spec.grace_s) + _STOP_MARGIN_S)
+        )
         # Ray unpacks one archive as the working directory; those of other roles lie beside it.
         uris = list(dict.fromkeys(code.values()))
         if len(uris) > 1:
@@ -150,11 +151,6 @@ class JobPlan:
         """The job as a dispatcher gets it, with the body of its first attempt's request."""
         executor = self.executor
         nonce = body["metadata"][NONCE_KEY]
-        metadata = {
-            DISPATCHER_KEY: dispatcher,
-            RETRIES_KEY: str(executor.retries),
-            PERMANENT_KEY: ",".join(map(str, executor.permanent_exit_codes)),
-        }
         return DispatchedJobSpec(
             name=self.job,
             id=self.submission_id,
@@ -162,7 +158,12 @@ class JobPlan:
             body={
                 **body,
                 "entrypoint": self._entrypoint(SUBMISSION_ID, nonce),
-                "metadata": body["metadata"] | metadata,
+                "metadata": {
+                    **body["metadata"],
+                    DISPATCHER_KEY: dispatcher,
+                    RETRIES_KEY: str(executor.retries),
+                    PERMANENT_KEY: ",".join(map(str, executor.permanent_exit_codes)),
+                },
             },
             after=self.after,
             outside=tuple(outside),
@@ -308,9 +309,11 @@ def describe(planned: JobPlan, cluster: str, uploads: list[str]) -> str:
         rows = [("strategy", f"{spec.strategy}, all {len(spec.roles)} role(s) at once or none")]
         owns = planned.executor.resource_group or [planned.executor]
         for role, own in zip(spec.roles, owns, strict=True):
-            kind = "service" if role.service else "primary"
-            copies = f"{role.replicas} replica(s) of {role.processes} process(es)"
-            rows += [("", ""), ("role", f"{role.name}, {kind}, {copies}"), *_of_role(role)]
+            title = (
+                f"{role.name}, {'service' if role.service else 'primary'}, "
+                f"{role.replicas} replica(s) of {role.processes} process(es)"
+            )
+            rows += [("", ""), ("role", title), *_of_role(role)]
             rows.append(("ready", own.ready))
     elif isinstance(spec, ArraySpec):
         limits |= spec._asdict()

@@ -188,28 +188,32 @@ def group_spec(app: AppDef, executor: RayExecutor) -> GroupSpec:
             spread=spread if spread in _SPREADS and own.nodes > 1 else "",
         )
     if all(role.service for role in roles.values()):
-        names = ", ".join(sorted(role.name for role in roles.values()))
         raise ConfigError(
-            f"The group has no primary role: {names} are services, and services run until the "
-            "primaries are done. Leave RayExecutor.service out of one."
+            "The group has no primary role: "
+            f"{', '.join(sorted(role.name for role in roles.values()))} are services, and services "
+            "run until the primaries are done. Leave RayExecutor.service out of one."
         )
     # A Python that is asked for in a container, or by some roles only, may not be on the head.
     pythons = {None if is_container(own.runtime_env) else own.python for own in executors}
-    limits = [own.pending_timeout_s for own in executors if own.pending_timeout_s is not None]
     return GroupSpec(
         roles=tuple(roles.values()),
         strategy=strategies.pop() if is_of_group else "PACK",
         wait_for_nodes=any(own.wait_for_nodes for own in executors),
-        placing_timeout_s=min(limits, default=None),
+        placing_timeout_s=min(
+            (own.pending_timeout_s for own in executors if own.pending_timeout_s is not None),
+            default=None,
+        ),
         python=(pythons.pop() if len(pythons) == 1 else None) or executor.resolve_cluster().python,
     )
 
 
 def packagers(app: AppDef, executor: RayExecutor) -> dict[str, Packager]:
     """The packager of every role that ships code, by the role's name."""
-    roles = zip(app.roles, _executors(app, executor), strict=True)
-    found = {role_name(role, own): _code_packager(own) for role, own in roles}
-    return {name: packager for name, packager in found.items() if packager}
+    return {
+        role_name(role, own): packager
+        for role, own in zip(app.roles, _executors(app, executor), strict=True)
+        if (packager := _code_packager(own))
+    }
 
 
 def _code_packager(executor: RayExecutor) -> Packager | None:
