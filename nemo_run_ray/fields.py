@@ -439,8 +439,11 @@ def check_executor(executor: Any) -> None:
     launcher = executor.launcher
     kinds = (Launcher, Torchrun, FaultTolerance, type(None))
     if launcher not in ("torchrun", "ft") and type(launcher) not in kinds:
-        allowed = "None, 'torchrun', 'ft', Torchrun or FaultTolerance"
-        refuse("RayExecutor.launcher", launcher, allowed)
+        refuse(
+            "RayExecutor.launcher",
+            launcher,
+            "None, 'torchrun', 'ft', Torchrun or FaultTolerance",
+        )
     if executor.resource_group and launcher is not None and type(launcher) is not Launcher:
         allowed = "None for a group; set it on the executor of a role"
         refuse("RayExecutor.launcher", launcher, allowed)
@@ -451,10 +454,9 @@ def check_executor(executor: Any) -> None:
 
 def variables_of(executor: Any) -> dict[str, Mapping[str, str]]:
     """The variables of a RayExecutor, by the field that gives them."""
-    of_ray = executor.runtime_env.get("env_vars") or {}
     return {
         "RayExecutor.env_vars": executor.env_vars,
-        "RayExecutor.runtime_env['env_vars']": of_ray,
+        "RayExecutor.runtime_env['env_vars']": executor.runtime_env.get("env_vars") or {},
     }
 
 

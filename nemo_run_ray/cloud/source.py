@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise, takewhile
+from os.path import isfile
 from pathlib import Path, PurePosixPath
 
 from nemo_run.core.packaging.base import Packager
@@ -174,7 +175,7 @@ class SourcePackager(Packager):
 def import_base(root: Path) -> str:
     """The folder, relative to the root, from which its packages are imported."""
     below = root / "src"
-    is_base = any(below.rglob("*.py")) and not os.path.isfile(below / "__init__.py")
+    is_base = any(below.rglob("*.py")) and not isfile(below / "__init__.py")
     return "src" if is_base else "."
 
 
@@ -183,7 +184,7 @@ def find_module(root: Path, module: str) -> str | None:
     for base in (import_base(root), "."):  # commands start in the root
         path = root / base / Path(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
-            if os.path.isfile(file):
+            if isfile(file):
                 return file.relative_to(root).as_posix()
     return None
 
@@ -192,7 +193,7 @@ def _starts(root: Path, scripts: Sequence[str]) -> Iterator[str]:
     """The paths whose files are sent for the place where they are."""
 
     def is_package(name: str) -> bool:
-        return os.path.isfile(root / name / "__init__.py")
+        return isfile(root / name / "__init__.py")
 
     if import_base(root) == "src":
         yield "src"
@@ -248,7 +249,7 @@ def read_tree(
     chosen = sorted(names)
     # The size of a link is that of the file it points to, which may be what is sent.
     check_source(
-        {name: os.path.getsize(root / name) for name in chosen if os.path.isfile(root / name)},
+        {name: os.path.getsize(root / name) for name in chosen if isfile(root / name)},
         where,
     )
     for name in chosen:

@@ -70,8 +70,10 @@ class Translation:
         """Leave out the keys of a table that have a value and were not used."""
         for name, value in self.of(dict, *table).items():
             if value is not None and name not in used:
-                unknown = f"The key is not known; {meant(name, used)}"
-                self.ignore((*table, name), self._reasons.get(name, unknown))
+                self.ignore(
+                    (*table, name),
+                    self._reasons.get(name, f"The key is not known; {meant(name, used)}"),
+                )
 
 
 def at(values: Any, path: KeyPath) -> Any:

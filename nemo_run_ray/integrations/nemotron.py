@@ -73,8 +73,11 @@ def find(cwd: Path, environ: Env) -> Path | None:
 def profiles(document: Document) -> list[str]:
     """Names of the profiles: all tables but the reserved ones."""
     reserved = ("wandb", "cli", "cache", "artifacts")
-    tables = document.values.items()
-    return [name for name, one in tables if isinstance(one, dict) and name not in reserved]
+    return [
+        name
+        for name, one in document.values.items()
+        if isinstance(one, dict) and name not in reserved
+    ]
 
 
 def names_ray(document: Document, profile: str) -> bool:

@@ -86,8 +86,8 @@ def _encoded(executor: Any, source: str) -> str:
 
 def quoted(text: str) -> str:
     """A shell word of the text that has no single quote in it itself."""
-    escaped = re.sub(r'([$`"\\])', r"\\\1", text)
-    return '"' + escaped.replace("'", r'$(printf "\047")') + '"'
+    escaped = re.sub(r'([$`"\\])', r"\\\1", text).replace("'", r'$(printf "\047")')
+    return f'"{escaped}"'
 
 
 def _move_data(self: Any, token: str, project_id: str, cluster_id: str, sleep: float = 10) -> None:

@@ -117,8 +117,9 @@ def array(
     Raises:
         ConfigError: an argument is wrong, a field does not exist, or a value cannot be sent.
     """
-    options = {"combine": combine, "isolation": isolation, "max_failures": max_failures}
-    _Options.check("array", options)
+    _Options.check(
+        "array", {"combine": combine, "isolation": isolation, "max_failures": max_failures}
+    )
     tasks = task if isinstance(task, (list, tuple)) else [task]
     for each in tasks:
         if not isinstance(each, (run.Partial, run.Script)) or isinstance(each, Array):
@@ -190,9 +191,11 @@ def _of_tasks(
     for name, task in zip(names, tasks, strict=True):
         if isinstance(task, run.Script):
             refuse_credentials(f"The env of the task {name!r}", task.env)
-            env = {key: variable(key, value) for key, value in task.env.items()}
-            script = {field: getattr(task, field) for field in _SCRIPT_FIELDS}
-            yield {"name": name, "script": script, "env": env}
+            yield {
+                "name": name,
+                "script": {field: getattr(task, field) for field in _SCRIPT_FIELDS},
+                "env": {key: variable(key, value) for key, value in task.env.items()},
+            }
         else:
             yield {"name": name, "template": _template(task)}
 

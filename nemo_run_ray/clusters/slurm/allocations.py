@@ -122,8 +122,8 @@ class History:
             session: Ray's name of that run.
             is_up: another run is up by now, so that all of these have ended.
         """
-        own = next((run["table"] for run in self.runs if session and run["session"] == session), "")
-        rows = dict(rows_in(own))
+        tables = (run["table"] for run in self.runs if session and run["session"] == session)
+        rows = dict(rows_in(next(tables, "")))
         if session and len(self.runs) == 1:
             return rows  # there is no other run
         # Each run has carried the rows of those before it over into its own table.
@@ -314,12 +314,12 @@ def _last_before(newest: SlurmAllocation, history: History) -> Json | None:
     if newest.asks_for_next or (history.kept and newest.may_start_again):
         return history.runs[0]  # the newest run has ended, and the next one has not begun
     # A script that claimed the allocation may have died before it had a job.
-    waited_s = newest.unchanged_s
-    is_abandoned = newest.is_renewal and not newest.job and waited_s >= RENEWAL_S + _ASKING_S
+    has_waited = newest.unchanged_s >= RENEWAL_S + _ASKING_S
+    is_abandoned = newest.is_renewal and not newest.job and has_waited
     if newest.why_over or newest.is_lost or is_abandoned:
         return None
     # The newest allocation is up or on its way. Its run, if it has begun, is the one that is meant.
-    before = (
-        run for run in history.runs if not newest.run or not run["folder"].endswith(newest.run)
+    return next(
+        (run for run in history.runs if not newest.run or not run["folder"].endswith(newest.run)),
+        None,
     )
-    return next(before, None)

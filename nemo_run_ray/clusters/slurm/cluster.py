@@ -165,8 +165,12 @@ class SlurmCluster(Cluster):
         tunnel = self.executor.tunnel
         names = ("host", "user", "port", "identity", "shell", "pre_command")
         way = {name: getattr(tunnel, name) for name in names if not self._login.is_here}
-        named = {"kind": self.kind, "name": self.name, "renew": self.renew}
-        return {**named, "tunnel": {"job_dir": tunnel.job_dir, **way}}
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "renew": self.renew,
+            "tunnel": {"job_dir": tunnel.job_dir, **way},
+        }
 
     @classmethod
     def of_record(cls, values: Json) -> SlurmCluster:
@@ -244,8 +248,9 @@ class SlurmCluster(Cluster):
         if newest.number == allocation.number:
             lost = f"Slurm has no job {newest.job} any more" if newest.is_lost else ""
             why = newest.why_over or lost
-        ended = f"The cluster {self.name!r} in Slurm job {allocation.job} has ended"
-        return f"{ended}: {why}." if why else ""
+        if not why:
+            return ""
+        return f"The cluster {self.name!r} in Slurm job {allocation.job} has ended: {why}."
 
     def _leave(self) -> None:
         if self._own_allocations.is_used:

@@ -88,8 +88,10 @@ class Login:
     def put(self, data: bytes, path: str) -> None:
         """Write a file there, whole or not at all; raises as ``run`` does."""
         new, path = (shlex.quote(name) for name in (f"{path}.{secrets.token_hex(4)}", path))
-        encoded = base64.encodebytes(data).decode()
-        self.run(f"base64 -d > {new} <<'END' && mv {new} {path} || exit 1\n{encoded}END\n:")
+        self.run(
+            f"base64 -d > {new} <<'END' && mv {new} {path} || exit 1\n"
+            f"{base64.encodebytes(data).decode()}END\n:"
+        )
 
     def forward(self, host: str, port: int) -> str:
         """The address of this machine that leads to a port behind the login."""

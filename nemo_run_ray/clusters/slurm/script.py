@@ -129,18 +129,18 @@ def job_script(
 
     Args:
         name: of the cluster.
-        executor: what NeMo-Run asks Slurm for; it stays as it is.
+        executor: what NeMo-Run asks Slurm for; a copy, whose fields are set here.
         folder: of the allocation, in which all its files are.
         variables: settings of the node program, see ``remote/slurm/settings.py``.
     """
     from nemo_run.run.ray.slurm import SlurmRayRequest
 
     # NeMo-Run's request fills in what is missing, and writes variables as they are.
-    executor = copy.copy(executor)
     executor.job_details = copy.deepcopy(executor.job_details)
     executor.job_details.folder = f"{folder}/logs"
-    quoted = {key: shlex.quote(value) for key, value in {LIFE: folder, **variables}.items()}
-    executor.env_vars = {**executor.env_vars, **quoted}
+    executor.env_vars = executor.env_vars | {
+        key: shlex.quote(value) for key, value in {LIFE: folder, **variables}.items()
+    }
     if variables[RENEW]:
         # In a container too, the nodes read the files of the allocations before.
         shared = os.path.dirname(os.path.dirname(folder))  # the cluster's

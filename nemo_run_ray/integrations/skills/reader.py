@@ -19,9 +19,9 @@ FORMAT = "NeMo-Skills"
 _KUBERNETES = ("kubernetes-ray", "ray-kubernetes", "ray_kubernetes")
 _NO_RAY = ("", "default", "none")
 #: Keys by which a file is one of NeMo-Skills.
-_MARKS = {"executor", "backend", "execution_backend", "ray_endpoint", "with_ray"} | {
-    "containers",
-    "required_env_vars",
+_MARKS = {
+    *("executor", "backend", "execution_backend", "ray_endpoint", "with_ray"),
+    *("containers", "required_env_vars"),
 }
 _OURS = frozenset(ClusterFile.model_fields) - {"preflight"}
 
@@ -172,8 +172,10 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
 
 def _labels(file: Translation, path: KeyPath) -> Json:
     """Labels; a number is one as NeMo-Skills writes it."""
-    table = file.of(dict, *path)
-    return {key: str(v) if type(v) in (int, float) else v for key, v in table.items()}
+    return {
+        key: str(value) if type(value) in (int, float) else value
+        for key, value in file.of(dict, *path).items()
+    }
 
 
 #: Variables that NeMo-Skills forwards from the caller's environment without being asked.

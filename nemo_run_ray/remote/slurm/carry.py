@@ -11,6 +11,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from os.path import basename
 from time import monotonic
 from typing import Mapping
 
@@ -177,12 +178,12 @@ class Allocation:
                 # Before the walltime only one that had no time for the remaining jobs: another one
                 # that has died would die again.
                 if is_late or attempts[max(attempts)].exit_code == JobExit.OUT_OF_TIME:
-                    names.add(os.path.basename(folder))
+                    names.add(basename(folder))
         # They must not follow each other for ever. The next allocation has all of its time for a
         # dispatch that was submitted late in this one. Otherwise a job of a dispatch must have
         # been started in this run, beside the dispatchers; one that waits for resources was not.
         kept = carried_over.kept_dispatches(self._folder)
-        jobs = set().union(*kept.values()) - set(map(os.path.basename, kept))
+        jobs = set().union(*kept.values()) - set(map(basename, kept))
         began = {
             first_id(name)
             for name, row in table.items()
@@ -214,9 +215,7 @@ class Allocation:
 
     def _attempts(self, rows: JobRows) -> dict[str, dict[int, Attempt]]:
         """The attempts of the dispatchers, by the folder of the dispatch and number."""
-        folders = {
-            os.path.basename(path): path for path in carried_over.kept_dispatches(self._folder)
-        }
+        folders = {basename(path): path for path in carried_over.kept_dispatches(self._folder)}
         table = {
             name: attempt_of_row(row) for name, row in rows.items() if first_id(name) in folders
         }
@@ -227,7 +226,7 @@ class Allocation:
         if not self._waiting or monotonic() < self._pause_until:
             return
         folder, failures = self._waiting.pop(0)
-        name = os.path.basename(folder)
+        name = basename(folder)
         try:
             with open(f"{folder}/{carried_over.START}", encoding="utf-8") as file:
                 start = json.load(file)

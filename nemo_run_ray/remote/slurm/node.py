@@ -363,7 +363,7 @@ class Worker(NodeProgram):
 def listed(hosts: Sequence[str]) -> str:
     """The first of the hosts, and how many more there are."""
     more = f" and {len(hosts) - LISTED} more" if len(hosts) > LISTED else ""
-    return ", ".join(hosts[:LISTED]) + more
+    return f"{', '.join(hosts[:LISTED])}{more}"
 
 
 def failure(settings: Settings, why: str) -> RunEnd:

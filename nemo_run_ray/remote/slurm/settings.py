@@ -87,7 +87,7 @@ class Settings:
         #: Ray's folder on the node; short, since Linux limits the names of the sockets inside. It
         #: lies in a folder of this user alone: Ray lets everybody write into its own.
         own = f"/tmp/nrr-{os.getuid()}-{self.job}"
-        self.temp_dir = env.get("RAY_TEMP_DIR") or own_folder(own) + "/r"
+        self.temp_dir = env.get("RAY_TEMP_DIR") or f"{own_folder(own)}/r"
         #: Ports that the user has set, by variable.
         self.ports = {
             name: _port(env, name) for name in (*HEAD_PORTS, *NODE_PORTS) if env.get(name)
