@@ -68,7 +68,7 @@ class SSHConnection:
                 "OpenSSH's client."
             )
         folder = tempfile.mkdtemp(prefix="nrr-ssh-", dir="/tmp")  # the path of a socket is short
-        self._socket, self._owner = os.path.join(folder, "socket"), os.getpid()
+        self._socket, self._owner = f"{folder}/socket", os.getpid()
         terminal = os.isatty(0)
         options = ["-M", "-S", self._socket, "-oControlPersist=no", *_PLAIN]
         options += ["-oConnectTimeout=20", "-oServerAliveInterval=10"]

@@ -64,7 +64,7 @@ def restore(packed: bytes, tree: str) -> None:
     own = ""  # a tree that is whole needs no right to write
     with contextlib.ExitStack() as stack:
         for name, content, mode in entries(packed):
-            path = os.path.join(tree, name)
+            path = f"{tree}/{name}"
             folder = os.path.dirname(path)
             was_there = os.path.lexists(path)  # asked first: another pod may be writing it
             if is_as_sent(path, content, mode):
@@ -76,7 +76,7 @@ def restore(packed: bytes, tree: str) -> None:
                 print(f"nemo-run-ray: {path} is not as sent; restored", file=sys.stderr, flush=True)
             if not own:
                 own = stack.enter_context(tempfile.TemporaryDirectory(prefix=".src-", dir=shared))
-            new = os.path.join(own, "new")
+            new = f"{own}/new"
             if isinstance(mode, str):
                 os.symlink(mode, new)
             else:
@@ -96,7 +96,7 @@ def main(command: List[str]) -> None:
         os.makedirs(spec["code"], exist_ok=True)
         for name in os.listdir(spec["tree"]):
             with contextlib.suppress(FileExistsError):  # the link already, or the job's own
-                os.symlink(os.path.join(spec["tree"], name), os.path.join(spec["code"], name))
+                os.symlink(f"{spec['tree']}/{name}", f"{spec['code']}/{name}")
     except Exception as error:
         sys.exit(f"nemo-run-ray: the source code was not usable: {error}")
     for name in [name for name in env if name.startswith(PREFIX)]:

@@ -110,7 +110,7 @@ class SourcePackager(Packager):
 
     def package(self, path: Path, job_dir: str, name: str) -> str:
         """Write the archive, ``<job_dir>/<name>.tar.gz``; see ``collect``."""
-        target = os.path.join(job_dir, f"{name}.tar.gz")
+        target = f"{job_dir}/{name}.tar.gz"
         if not os.path.exists(target):
             write_tar_gz(target, self.collect().items())
         return target

@@ -140,7 +140,7 @@ class ExistingCluster(Cluster):
 
 
 def _fingerprint(token: str) -> str:
-    return "sha256:" + hashlib.sha256(token.encode()).hexdigest()[:16]
+    return f"sha256:{hashlib.sha256(token.encode()).hexdigest()[:16]}"
 
 
 def _checked(token: object, what: str) -> str:

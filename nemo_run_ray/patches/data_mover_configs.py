@@ -80,7 +80,7 @@ def _encoded(executor: Any, source: str) -> str:
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name in sorted(os.listdir(source)):
-            archive.add(os.path.join(source, name), name, filter=cleaned)
+            archive.add(f"{source}/{name}", name, filter=cleaned)
     return base64.b64encode(gzip.compress(raw.getvalue(), mtime=0)).decode("ascii")
 
 

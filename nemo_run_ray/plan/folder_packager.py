@@ -75,7 +75,7 @@ class FolderPackager(Packager):
             ConfigError: there is neither a folder nor a zip.
             TransportError: a file cannot be read, a link leaves the folder, or it is too large.
         """
-        target = os.path.join(job_dir, f"{name}.tar.gz")
+        target = f"{job_dir}/{name}.tar.gz"
         if not os.path.exists(target):
             root = Path(self.path).resolve()
             if self._is_zip:

@@ -291,7 +291,7 @@ def _jobs_of(path: Path, queue: Iterable[Row] | None) -> list[Row]:
     the end of the path is enough. The number alone is not: Slurm may have given it again.
     """
     real, job = os.path.realpath(path), _read(f"{path}/job").strip()
-    end = "/".join(["", *real.split("/")[-3:]])
+    end = f"/{'/'.join(real.split('/')[-3:])}"
     return [
         row
         for row in queue or ()
