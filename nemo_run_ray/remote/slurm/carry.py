@@ -177,7 +177,8 @@ class Allocation:
             elif attempts and os.path.exists(f"{folder}/{carried_over.START}"):
                 # Before the walltime only one that had no time for the remaining jobs: another one
                 # that has died would die again.
-                if is_late or attempts[max(attempts)].exit_code == JobExit.OUT_OF_TIME:
+                last = attempts[max(attempts)]
+                if is_late or last.exit_code == JobExit.OUT_OF_TIME:
                     names.add(basename(folder))
         # They must not follow each other for ever. The next allocation has all of its time for a
         # dispatch that was submitted late in this one. Otherwise a job of a dispatch must have
