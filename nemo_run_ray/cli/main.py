@@ -109,7 +109,7 @@ def _cell(value: object) -> str:
 
 def _complete(incomplete: str) -> list[str]:
     """Titles and ids of experiments, and ids of their jobs, that begin so."""
-    names: set[str] = set()
+    names = set()
     for folder in experiments():
         names |= {folder.parent.name, folder.name}
         if incomplete.startswith(folder.name):
@@ -214,7 +214,7 @@ def wait(
     """
     deadline = math.inf if timeout is None else monotonic() + timeout
     jobs = [job for name in names for job in _jobs(name)]
-    ended: set[str] = set()
+    ended = set()
     for report in _reports(jobs, observe(jobs), deadline):
         for job, status in report.seen:
             if status.state.is_terminal and job.id not in ended:
@@ -306,7 +306,7 @@ def _prefixed(texts: Mapping[str, Callable[[], Iterator[str]]], together: bool) 
         NemoRunRayError, OSError: a log could not be read; all others were.
     """
     arrived: queue.Queue[str | None] = queue.Queue(1000)  # so many lines are read ahead
-    errors: list[Exception] = []
+    errors = []
 
     def read(name: str) -> None:
         try:

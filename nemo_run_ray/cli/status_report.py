@@ -290,7 +290,7 @@ def page(title: str, rows: Sequence[Json], began_at: float, now: float) -> str:
 
 def _bars(row: Json, began_at: float, end: float) -> list[_Bar]:
     """All bars of a job, in order. Every attempt has one."""
-    bars: list[_Bar] = []
+    bars = []
     all_posted = [attempt["posted_at"] for attempt in row["attempts"]]
     last = min([began_at, *all_posted])
     for number, attempt in enumerate(row["attempts"], start=1):

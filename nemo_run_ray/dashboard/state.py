@@ -79,7 +79,7 @@ class ClusterRoom:
 
 def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:
     """The room of a cluster by its nodes; ``None`` for holdings that it does not tell."""
-    by_node: dict[str, list[Holding]] = defaultdict(list)
+    by_node = defaultdict(list)
     for holding in holdings or ():
         by_node[holding.node_id].append(holding)
     living = []

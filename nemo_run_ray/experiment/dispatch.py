@@ -45,6 +45,7 @@ from nemo_run_ray.experiment.store import (
     UNSETTLED,
     Event,
     JobRecord,
+    records_of,
     store_of,
 )
 from nemo_run_ray.ids import DISPATCHER
@@ -250,7 +251,7 @@ class Dispatch:
             if self._last and self._last.rows is rows:
                 return self._last
             wanted, nonce = self.spec.ids, self.spec.nonce
-            table: dict[str, Attempt] = {}
+            table = {}
             for name, row in rows.items():
                 if name in wanted or first_id(name) in wanted:
                     attempt = attempt_of_row(row)
@@ -276,7 +277,7 @@ class Dispatch:
             return replace(found, lost=why)
         if not any(
             first_id(record.submission_id) == self.id and record.last == SUBMITTED
-            for record in store_of(self.exp_dir).ledger.jobs().values()
+            for record in records_of(self.exp_dir)
         ):
             return found  # only a job that Ray has confirmed can be lost
 
@@ -292,7 +293,7 @@ class Dispatch:
 
 def dispatches_of(exp_dir: Path) -> list[Dispatch]:
     """The dispatches of an experiment."""
-    records = store_of(exp_dir).ledger.jobs().values()
+    records = records_of(exp_dir)
     names = dict.fromkeys(record.dispatcher for record in records if record.dispatcher)
     return [Dispatch.of(exp_dir, name) for name in names]
 
@@ -393,7 +394,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: Json) -> str:
             body(dispatch.id, SUBMISSION_ID),
             lambda: {saved: (folder / saved).read_bytes() for saved in packages},
         )
-    values: Json = {
+    values = {
         "job": DISPATCHER,
         "dispatcher": dispatch.id,
         "is_dispatcher": True,
@@ -407,8 +408,7 @@ def start_dispatcher(dispatch: Dispatch, api: JobsApi, cluster: Json) -> str:
 
 def resume(dispatch: Dispatch) -> str:
     """Start the dispatcher if it is dead and something is left to do, and say what was done."""
-    jobs = store_of(dispatch.exp_dir).ledger.jobs().values()
-    records = [job for job in jobs if job.dispatcher == dispatch.id]
+    records = [job for job in records_of(dispatch.exp_dir) if job.dispatcher == dispatch.id]
     if all(job.terminal for job in records if not job.is_dispatcher):
         return "all is decided"  # its cluster may be gone since
     cluster = from_record(records[0].cluster)
@@ -442,7 +442,7 @@ def tend(exp_dir: Path) -> None:
     job manager is woken when a head has died. Only jobs of that experiment are touched.
     """
     with suppress(OSError):
-        records = [one for one in store_of(exp_dir).ledger.jobs().values() if not one.terminal]
+        records = [one for one in records_of(exp_dir) if not one.terminal]
         for cluster in {repr(one.cluster): one.cluster for one in records}.values():
             with suppress(NemoRunRayError):
                 dashboard = from_record(cluster).find()

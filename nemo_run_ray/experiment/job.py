@@ -66,6 +66,7 @@ from nemo_run_ray.experiment.store import (
     find_experiment,
     find_record,
     merged,
+    records_of,
     store_of,
     titles,
 )
@@ -886,8 +887,8 @@ def record(
     Returns:
         A sentence for each log that could not be copied now; one that is given up is logged.
     """
-    problems: list[str] = []
-    ended: list[tuple[RemoteJob, JobStatus]] = []
+    problems = []
+    ended = []
     for job, status in seen:
         store = store_of(job.record.exp_dir)
         if not os.access(store.exp_dir, os.W_OK):
@@ -950,7 +951,7 @@ def _note(
         if attempts != current.attempts:
             store.ledger.note(SEEN, job.id, attempts=rows)
         return
-    end: Json = {"state": status.state, "reason": status.reason.value}
+    end = {"state": status.state, "reason": status.reason.value}
     end |= {"detail": status.detail, "ended_at": now}
     # Attempts that are not over end like the job: Ray stops a pending one as soon as it starts.
     rows = [row if row.state.is_terminal else replace(row, **end) for row in rows]
@@ -987,7 +988,7 @@ def find_job(submission_id: str) -> RemoteJob:
 
 def jobs_of(exp_dir: Path) -> list[RemoteJob]:
     """The jobs that an experiment's ledger knows, in the order in which they were added to it."""
-    records = sorted(store_of(exp_dir).ledger.jobs().values(), key=lambda record: record.place)
+    records = sorted(records_of(exp_dir), key=lambda record: record.place)
     return [RemoteJob(record) for record in records if not record.is_dispatcher]
 
 
@@ -1084,10 +1085,9 @@ def note_ends(api: JobsApi, is_forced: bool) -> list[str]:
         A sentence for each thing that could not be kept.
     """
     rows = api.table(fresh=True, patience_s=_END_LIMIT_S)
-    problems: list[str] = []
+    problems = []
     snapshot, seen = Snapshot(), []
-    ledgers = (store_of(exp_dir).ledger.jobs() for exp_dir in experiments())
-    for one in chain.from_iterable(map(dict.values, ledgers)):
+    for one in chain.from_iterable(map(records_of, experiments())):
         if one.is_dispatcher or rows.keys().isdisjoint((one.submission_id, one.dispatcher)):
             continue
         try:

@@ -322,6 +322,11 @@ def store_of(exp_dir: Path) -> ExperimentStore:
     return _stores.setdefault(os.path.abspath(exp_dir), ExperimentStore(exp_dir))
 
 
+def records_of(exp_dir: Path) -> Collection[JobRecord]:
+    """The jobs that an experiment's ledger knows, in the order of their submission."""
+    return store_of(exp_dir).ledger.jobs().values()
+
+
 def find_experiment(name: str, but: Path | None = None) -> Path | None:
     """The folder of an experiment's id, or of the newest one of a title; ``None`` without any."""
     folders = _folders()

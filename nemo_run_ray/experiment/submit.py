@@ -42,6 +42,7 @@ from nemo_run_ray.experiment.store import (
     did_you_mean,
     find_experiment,
     find_record,
+    records_of,
     store_of,
     titles,
     writable,
@@ -243,7 +244,7 @@ class Batch:
         from nemo_run_ray.cluster_files.load import load
 
         asks = {k: v for plan in self.plans.values() for k, v in requests_of(plan).items()}
-        lines: dict[str, CheckState] = {}
+        lines = {}
         for name in dict.fromkeys(executor.resolved_from for executor in executors):
             for row in check(inspect(self.api.dashboard), load(name) if name else None, asks):
                 lines[f"{row.check}: {row.message} {row.next_step}".rstrip()] = row.state
@@ -282,7 +283,7 @@ def handles_of(
     dependencies: Iterable[str], exp_dir: Path, jobs_of: Callable[[Path], Collection[str]]
 ) -> list[str]:
     """The handles that dependencies mean: each experiment that is named becomes all of its jobs."""
-    handles: list[str] = []
+    handles = []
     for name in dependencies:
         if "://" in name:
             handles.append(name)
@@ -295,7 +296,7 @@ def handles_of(
                 f"of that title or id.{meant} Nothing was sent. `nemo-run-ray list --all` lists "
                 "those that reached a cluster."
             )
-        records = [job for job in store_of(folder).ledger.jobs().values() if not job.is_dispatcher]
+        records = [job for job in records_of(folder) if not job.is_dispatcher]
         missing = sorted(set(jobs_of(folder)) - {record.job for record in records})
         if missing or not records:
             raise ConfigError(

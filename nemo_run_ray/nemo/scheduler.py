@@ -25,7 +25,7 @@ from torchx.schedulers.api import (
 from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, Role, RoleStatus
 
 from nemo_run_ray import nemo
-from nemo_run_ray.clusters import Cluster, interrupted
+from nemo_run_ray.clusters import interrupted
 from nemo_run_ray.dashboard.http import pause
 from nemo_run_ray.errors import (
     ConfigError,
@@ -232,7 +232,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         return submission_id
 
     def _batch(self, executor: RayExecutor) -> Batch:
-        cluster: Cluster = executor.resolve_cluster()
+        cluster = executor.resolve_cluster()
         key, folder = repr(cluster.record()), Path(executor.experiment_dir)
         if any(batch.exp_dir != folder for batch in self._batches.values()):
             # The experiment was reset: it has another id and folder, and this scheduler still.

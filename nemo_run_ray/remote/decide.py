@@ -119,8 +119,8 @@ def decide(
     cancelled = cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
 
     statuses: dict[str, JobStatus] = {}
-    actions: list[Action] = []
-    submits: list[tuple[str, Action]] = []  # with the job's shape
+    actions = []
+    submits = []  # with the job's shape
     # Ray gave up a start of a crowded shape: from then on, one job of it at a time waits for room.
     stuck, crowded, pending = set[str](), set[str](), set[str]()
     in_flight = starting = held = unfinished = 0
@@ -237,7 +237,7 @@ def _stops(
     is_late = limit_s is not None and now - rows[first].posted_at > limit_s
     is_last = newest == max(rows) and not status.state.is_terminal
     why = CANCELLED if cancelled else status.detail or "it is superseded"
-    actions: list[Action] = []
+    actions = []
     if is_last and rows[newest].status.state is JobState.PENDING and (cancelled or is_late):
         # The claim comes first: it says why, to any client that sees the stopped attempt, which Ray
         # shows as pending until there is room for it.

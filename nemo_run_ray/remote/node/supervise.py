@@ -336,7 +336,7 @@ def descendants(root: int = 0) -> list[int]:
 def kill_tagged(tag: str) -> int:
     """Kill every process with the tag, in at most 500 rounds; the number of those killed."""
     mark = f"{TAG}={tag}".encode()
-    killed: set[int] = set()
+    killed = set()
     for _ in range(500):
         pids = marked(mark)
         if not pids:
