@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import math
 import os
 import select
 import signal
@@ -223,7 +224,7 @@ class Supervisor:
         adopt_orphans()
         self.children: list[Child] = []
         self._wake = wake_at(signal.SIGCHLD)
-        self._kill_at: float | None = None
+        self._kill_at = math.inf
 
     def add(self, child: Child) -> Child:
         """Look after a child that was started just now."""
@@ -233,17 +234,16 @@ class Supervisor:
     def clear(self) -> None:
         """Forget the children, which have ended, before others are started."""
         self.children = []
-        self._kill_at = None
+        self._kill_at = math.inf
 
     @property
     def are_ending(self) -> bool:
-        return self._kill_at is not None
+        return self._kill_at < math.inf
 
     def end(self, grace_s: float) -> None:
         """Send SIGTERM to every process once, and SIGKILL after ``grace_s`` seconds."""
-        if self._kill_at is None:
+        if not self.are_ending:
             signal_all(signal.SIGTERM)
-            self._kill_at = float("inf")
         self._kill_at = min(self._kill_at, monotonic() + grace_s)
 
     def wait(
@@ -276,7 +276,7 @@ class Supervisor:
         codes = [child.code for child in self.children]
         if not self.are_ending and (None not in codes or any(codes)) and descendants():
             self.end(grace_s)  # the children are done and what they left is not, or one failed
-        if self._kill_at is not None and monotonic() >= self._kill_at:
+        if monotonic() >= self._kill_at:
             signal_all(signal.SIGKILL)
         # ``descendants`` reads all of /proc, so it comes last.
         if None in codes or descendants():
