@@ -142,7 +142,6 @@ def output_of(
     # The lines before the line of the entrypoint; ``None`` when that line has been read.
     head: list[str] | None = []
     at_start = True  # the next text begins a line: no part of that line was passed on
-    error: Exception | None = None
 
     def is_tasks(begun: str) -> bool:
         may_be_ours = PREFIX.startswith(begun) or begun.startswith(PREFIX)
@@ -172,11 +171,10 @@ def output_of(
                 if len(head) > _HEAD_MAX_LINES:
                     yield from head
                     head = None
-    except Exception as caught:
-        error = caught
+    except Exception:
+        yield from head or ()
+        raise
     yield from head or ()
-    if error:
-        raise error
 
 
 def lines(
