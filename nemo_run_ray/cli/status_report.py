@@ -88,7 +88,7 @@ class StatusReport:
             seen = job.with_begin_times(job.attempts_in(self.snapshot)).values()
             for attempt, record in zip(row["attempts"], seen, strict=True):
                 attempt["running_at"] = record.running_at
-                if attempt["state"] == JobState.LOST.value:
+                if attempt["state"] == JobState.LOST:
                     # The last line of the log that its cluster has kept.
                     with suppress(NemoRunRayError):
                         moments = [path.stat().st_mtime for path in job.left_logs()]
@@ -178,11 +178,10 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> Json:
     hosts = job.hosts_in(snapshot) if status.node and not is_away else {}
     for attempt in job.attempts_in(snapshot).values():
         row = {"id": attempt.submission_id, **asdict(attempt), "seen_at": None}
-        row["state"] = attempt.state.value
         row["host"] = hosts.get(attempt.node)
         if status.state is JobState.LOST and not attempt.state.is_terminal:
             # It is lost with its job, because its end was not seen.
-            row["state"] = JobState.LOST.value
+            row["state"] = JobState.LOST
         attempts.append(row)
     explained = status.reason in (Reason.ROOM, Reason.UNSCHEDULABLE)
     waits_for_room = status.detail if explained and status.state is JobState.PENDING else ""
@@ -190,7 +189,7 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> Json:
         "job": job.name,
         "id": job.id,
         "handle": nemo.handle(job.id),
-        "state": status.state.value,
+        "state": status.state,
         "reason": status.reason.value,
         "message": status.message,
         "node": status.node,
@@ -263,9 +262,10 @@ def page(title: str, rows: Sequence[Json], began_at: float, now: float) -> str:
     is_live = not all(JobState(row["state"]).is_terminal for row in rows)
     # A cluster's clock may be off by much: all moments that it gave are on the axis.
     moments = [began_at, now] if is_live else [began_at]
-    for attempt in (attempt for row in rows for attempt in row["attempts"]):
-        times = (attempt[f"{name}_at"] for name in ("posted", "running", "ended", "seen"))
-        moments += [at for at in times if at is not None]
+    for row in rows:
+        for attempt in row["attempts"]:
+            times = (attempt[f"{name}_at"] for name in ("posted", "running", "ended", "seen"))
+            moments += [at for at in times if at is not None]
     start, end = min(moments), max(moments)
     span_s = max(1.0, end - start)
     jobs = [{**row, "bars": _bars(row, began_at, end)} for row in rows]
@@ -301,8 +301,7 @@ def _bars(row: Json, began_at: float, end: float) -> list[_Bar]:
         ended = attempt["ended_at"] or attempt["seen_at"] or min([end, *all_posted[number:]])
         running = attempt["running_at"] or (ended if is_pending else 0)
         # In this order, whatever the clocks say.
-        moments = accumulate((last, attempt["posted_at"], running, ended), max)
-        _, posted, running, ended = moments
+        _, posted, running, ended = accumulate((last, attempt["posted_at"], running, ended), max)
         if last < posted:
             bars.append(("waits", "", last, posted, "waiting"))
         if is_pending or posted < running:

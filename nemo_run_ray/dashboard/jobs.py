@@ -43,7 +43,7 @@ from nemo_run_ray.remote.dashboard import LOG_FILE, is_passing, last_line, log_q
 from nemo_run_ray.remote.end_record import LostEnds
 from nemo_run_ray.remote.fit import Node
 from nemo_run_ray.remote.spec import JobRow, JobRows, Json, job_row, job_rows
-from nemo_run_ray.remote.status import JobState, is_active, state_of_row
+from nemo_run_ray.remote.status import JobState, is_active, posted_at, state_of_row
 
 #: Seconds that a person waits for an address to answer before it is called unreachable.
 PATIENCE_S = 8.0
@@ -182,9 +182,8 @@ class JobsApi:
         if not active or now - self._orphans_sought_at < _WAKE_AGAIN_S:
             return False
         self._orphans_sought_at = now
-        oldest = min(active, key=lambda row: row.get("start_time") or 0)
-        posted_at = (oldest.get("start_time") or 0) / 1000
-        if max(posted_at, self._woken_at) >= self.state.head_since():
+        oldest = min(active, key=posted_at)
+        if max(posted_at(oldest), self._woken_at) >= self.state.head_since():
             return False
         # Ray must refuse this twice over: no label is called so, and the id is taken. It reads the
         # label when the job manager has found all jobs again.

@@ -107,6 +107,7 @@ from nemo_run_ray.remote.status import (
     is_active,
     is_pending,
     is_running,
+    posted_at,
     state_of_row,
     status_of_row,
 )
@@ -285,17 +286,17 @@ class RemoteJob:
         if row and status.state is JobState.PENDING:
             # What it waits for, by Ray's state API; when that is closed or slow, nothing is said.
             status = api.state.explain_build(row, status)
-            posted_at = (row.get("start_time") or 0) / 1000
+            since_s = posted_at(row)
             ask = request_of(self.record.reservation)
             # Where there is room, a start takes less than three seconds.
-            if ask and status.reason is Reason.NONE and not 0 <= time.time() - posted_at <= 3.0:
+            if ask and status.reason is Reason.NONE and not 0 <= time.time() - since_s <= 3.0:
                 waits = snapshot.once(
                     api,
                     f"the wait for {ask!r}",
                     lambda: why_waiting(ask, api.state.room(), snapshot.rows(api)),
                 )
                 if waits:
-                    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(posted_at))
+                    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(since_s))
                     detail = f"{waits[1]} It has been waiting since {since}."
                     status = replace(status, reason=waits[0], detail=detail)
         return self._named(status), row
@@ -455,11 +456,11 @@ class RemoteJob:
     def roles(self, status: JobStatus) -> GroupRows | None:
         """A group as its driver saw it last; ``None`` for other jobs, and if that is not known."""
         found = self._driver_rows(status, GroupRows) if self.record.has_roles else None
-        if found and status.state.is_terminal and found["phase"] != Phase.OVER.value:
+        if found and status.state.is_terminal and found["phase"] != Phase.OVER:
             # The driver was killed, and what it wrote last is no longer so.
             found["phase"], found["waits_for_room"] = Phase.OVER.value, ""
             for row in found["roles"]:
-                if row["state"] != ReplicaState.ENDED.value:
+                if row["state"] != ReplicaState.ENDED:
                     row["state"], row["waits_for"] = ReplicaState.LOST.value, ""
         return found
 

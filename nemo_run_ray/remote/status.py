@@ -260,6 +260,11 @@ def state_of_row(row: JobRow) -> JobState:
     return FROM_RAY.get(str(row.get("status")), JobState.UNKNOWN)
 
 
+def posted_at(row: JobRow) -> float:
+    """When Ray was asked for the job of a row, in seconds since the epoch; 0 if it does not say."""
+    return (row.get("start_time") or 0) / 1000
+
+
 def is_pending(row: JobRow) -> bool:
     """Whether the job of a row may start."""
     return state_of_row(row) is JobState.PENDING
@@ -495,7 +500,7 @@ def attempt_of_row(row: JobRow) -> Attempt:
     return Attempt(
         status=status_of_row(row),
         nonce=nonce_of(row),
-        posted_at=(row.get("start_time") or 0) / 1000,
+        posted_at=posted_at(row),
         ended_at=(row.get("end_time") or 0) / 1000,
         exit_code=row.get("driver_exit_code"),
         claim=metadata.get(CLAIM_KEY, ""),
