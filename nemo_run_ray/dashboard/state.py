@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_run_ray.dashboard.http import MALFORMED, READ_S, Cached, Http
@@ -74,7 +74,7 @@ class ClusterRoom:
     """The nodes that live, and who holds their resources, by the id of the node."""
 
     nodes: tuple[Node, ...]
-    holdings: Mapping[str, Sequence[Holding]] = field(default_factory=dict)
+    holdings: Mapping[str, Sequence[Holding]]
 
 
 def room_of(nodes: _Rows, holdings: Iterable[Holding] | None) -> ClusterRoom:
