@@ -289,7 +289,7 @@ def _plain(tar: tarfile.TarFile, root: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def _folder(root: Path, prefix: str, wanted: Callable[[Path], bool]) -> Iterator[tuple[str, Path]]:
-    for path in sorted(root.rglob("*")) if root.is_dir() else ():
+    for path in sorted(root.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts and wanted(path):
             yield f"{prefix}/{path.relative_to(root).as_posix()}", path
 
@@ -298,8 +298,7 @@ def _digest(entries: Sequence[Entry]) -> str:
     digest = hashlib.sha256()
     for entry in entries:
         # Ray drops names with a backslash or a drive, silently.
-        is_utf_8 = not re.search("[\ud800-\udfff]", entry.name)
-        if "\\" in entry.name or ntpath.splitdrive(entry.name)[0] or not is_utf_8:
+        if re.search("[\\\\\ud800-\udfff]", entry.name) or ntpath.splitdrive(entry.name)[0]:
             raise PackagingFailed(
                 f"The file {entry.name!r} cannot be sent: its name has a backslash, begins like a "
                 "drive, or is no UTF-8. Nothing was sent. Rename it, or leave it out."
