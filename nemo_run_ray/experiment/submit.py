@@ -94,9 +94,8 @@ class Batch:
         """
         # It refuses a secret that is not set.
         secrets_archive(planned.spec.secrets, "", planned.secret_places)
-        is_first = not self.plans or planned.submission_id == next(iter(self.plans))
-        if is_first:
-            # The files may have changed since the last dry run.
+        if planned.submission_id == next(iter(self.plans), planned.submission_id):
+            # The first job: the files may have changed since the last dry run.
             self._code = {}
         code = {role: self._code_archive(own, is_dry) for role, own in planned.packagers.items()}
         for role, task in planned.tasks().items():
@@ -190,7 +189,7 @@ class Batch:
         return [*code.values()], planned.body(uris, [archive.uri for archive in archives], nonce)
 
     def _intent(self, planned: JobPlan, nonce: str, dispatcher: str = "") -> Event:
-        values: Json = {
+        values = {
             "job": planned.job,
             "cluster": self.cluster.record(),
             "session": self._session,
