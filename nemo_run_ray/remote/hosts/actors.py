@@ -166,8 +166,8 @@ class Actors:
         # the job neither the code of other roles nor the archive of secrets.
         runtime_env = {**self._runtime_env}
         runtime_env["py_modules"] = runtime_env.get("py_modules", [])[:1]
-        if role.name in _archives():
-            runtime_env["working_dir"] = f"gcs://{_archives()[role.name]}"
+        if archive := _archive_of(role):
+            runtime_env["working_dir"] = f"gcs://{archive}"
         given[JOB_CONFIG] = json.dumps({**self._config, "runtime_env": runtime_env})
         return {
             "do": "prepare",
@@ -261,7 +261,7 @@ def code_of(role: RoleSpec) -> str:
     """The folder in which Ray has unpacked the code of a role; empty if it has none."""
     if not role.task.has_code:
         return ""
-    archive = _archives().get(role.name)
+    archive = _archive_of(role)
     if not archive:
         return os.getcwd()
     for folder in os.environ["PYTHONPATH"].split(os.pathsep):
@@ -270,9 +270,9 @@ def code_of(role: RoleSpec) -> str:
     raise FileNotFoundError(f"the code {archive} of the role {role.name} is not on this node")
 
 
-def _archives() -> Mapping[str, str]:
-    archives: Mapping[str, str] = json.loads(os.environ.get(CODE, "{}"))
-    return archives
+def _archive_of(role: RoleSpec) -> str:
+    """The archive with the code of a role; empty if all roles have the same."""
+    return str(json.loads(os.environ.get(CODE, "{}")).get(role.name, ""))
 
 
 def tar(*folders: str) -> bytes:

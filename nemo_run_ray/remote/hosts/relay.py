@@ -177,7 +177,7 @@ class Channel:
 
     def __init__(self, end: socket.socket):
         self._socket = end
-        self._socket.setblocking(False)
+        end.setblocking(False)
         self._begun = b""
         self.unsent = bytearray()
 

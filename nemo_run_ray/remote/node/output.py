@@ -82,7 +82,7 @@ class Lines:
 
     def take(self, data: bytes) -> str:
         """The lines that are complete with this; no data is the end of the output."""
-        text = self._begun + str(self._decoder.decode(data, final=not data))
+        text = self._begun + self._decoder.decode(data, final=not data)
         end = text.rfind("\n") + 1
         if not data or len(text) - end > LINE_MAX:
             self._begun = ""
@@ -106,7 +106,7 @@ class Output:
 
         A last line without its end gets one, so that this package's line begins a new one.
         """
-        text = str(self._decoder.decode(data, final=not data))
+        text = self._decoder.decode(data, final=not data)
         if text:
             self._in_line = text[-1] != "\n"
         write(text if data or not self._in_line else f"{text}\n")
