@@ -166,7 +166,8 @@ class Actors:
         # the job neither the code of other roles nor the archive of secrets.
         runtime_env = {**self._runtime_env}
         runtime_env["py_modules"] = runtime_env.get("py_modules", [])[:1]
-        if archive := _archive_of(role):
+        archive = _archive_of(role)
+        if archive:
             runtime_env["working_dir"] = f"gcs://{archive}"
         given[JOB_CONFIG] = json.dumps({**self._config, "runtime_env": runtime_env})
         return {
