@@ -177,7 +177,7 @@ class RayExecutor(Executor):
         """The name of the cluster file, by the fields or the environment."""
         if isinstance(self.cluster, str):
             return self.cluster
-        if self.cluster is not None or self.address is not None:
+        if self.cluster or self.address is not None:
             return None
         return next(filter(None, map(os.environ.get, FILE_VARIABLES)), None)
 
@@ -206,7 +206,7 @@ class RayExecutor(Executor):
                 )
             if address is not None:
                 ExistingCluster(url=address)
-                if cluster is not None:
+                if cluster:
                     raise ConfigError(
                         f"RayExecutor has both cluster={cluster!r} and address={address!r}; "
                         "address is short for ExistingCluster, so give one of them."

@@ -444,7 +444,7 @@ def check_executor(executor: Any) -> None:
             launcher,
             "None, 'torchrun', 'ft', Torchrun or FaultTolerance",
         )
-    if executor.resource_group and launcher is not None and type(launcher) is not Launcher:
+    if executor.resource_group and launcher and type(launcher) is not Launcher:
         allowed = "None for a group; set it on the executor of a role"
         refuse("RayExecutor.launcher", launcher, allowed)
     if getattr(launcher, "nsys_profile", False):

@@ -265,7 +265,7 @@ def page(title: str, rows: Sequence[Json], began_at: float, now: float) -> str:
     for row in rows:
         for attempt in row["attempts"]:
             times = (attempt[f"{name}_at"] for name in ("posted", "running", "ended", "seen"))
-            moments += [at for at in times if at is not None]
+            moments += [at for at in times if at]
     start, end = min(moments), max(moments)
     span_s = max(1.0, end - start)
     jobs = [{**row, "bars": _bars(row, began_at, end)} for row in rows]

@@ -711,7 +711,7 @@ class RemoteJob:
         """The attempts; of those that ended and that nobody saw begin, by their end records."""
         found = dict(attempts)
         for name, attempt in attempts.items():
-            if not attempt.state.is_terminal or not attempt.node or attempt.running_at is not None:
+            if not attempt.state.is_terminal or not attempt.node or attempt.running_at:
                 continue
             with suppress(NemoRunRayError):
                 api, lines = self._api(), list[str]()

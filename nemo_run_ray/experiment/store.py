@@ -76,8 +76,8 @@ def merged(kept: Attempts, seen: Attempts) -> dict[str, AttemptRecord]:
     result = {**kept, **seen}
     for name in kept.keys() & seen.keys():
         ended_at = seen[name].ended_at or math.inf
-        moments = [at for at in (kept[name].running_at, seen[name].running_at) if at is not None]
-        running_at = min((at for at in moments if at < ended_at), default=None)
+        moments = (kept[name].running_at, seen[name].running_at)
+        running_at = min((at for at in moments if at and at < ended_at), default=None)
         result[name] = replace(seen[name], running_at=running_at)
     return result
 

@@ -76,7 +76,7 @@ class _OwnOrder:
         self._known = known
 
     def __get__(self, experiment: Any, owner: type) -> tuple[type[Executor], ...]:
-        if experiment is not None and not _is_on_one_cluster(experiment):
+        if experiment and not _is_on_one_cluster(experiment):
             return self._known
         ours = (kind for kind, name in EXECUTOR_MAPPING.items() if name == SCHEDULER)
         return (*self._known, *ours)

@@ -156,7 +156,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         batch = self._batch(cfg)
         # Read anew with the first job, and with a new one: there may be thousands.
         is_first = planned.submission_id == next(iter(batch.plans), planned.submission_id)
-        if self._experiment is not None and (is_first or planned.job not in self._order):
+        if self._experiment and (is_first or planned.job not in self._order):
             self._is_ordered = nemo.is_ordered_by_us(self._experiment)
             self._order = {
                 job.id: (place, tuple(dict.fromkeys(job.dependencies)))
@@ -195,7 +195,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         batch = request.batch
         # Let later processes find the experiment's jobs: once, before the first request.
         with self._lock:
-            if self._experiment is not None and not self._is_announced:
+            if self._experiment and not self._is_announced:
                 ids = {
                     plan.job: plan.submission_id
                     for batch in self._batches.values()

@@ -116,7 +116,7 @@ def decide(
     """
     attempts = attempts_of(dispatch.ids, table)
     cancel = table.get(dispatch.cancel_id)
-    cancelled = cancel is not None and cancel.nonce == dispatch.nonce and bool(cancel.claim)
+    cancelled = bool(cancel and cancel.nonce == dispatch.nonce and cancel.claim)
 
     statuses: dict[str, JobStatus] = {}
     actions = []
@@ -146,7 +146,7 @@ def decide(
             actions += _stops(job, rows, live, status, cancelled, now)
         elif status.reason in (Reason.TURN, Reason.RETRY):
             last = rows.get(status.attempt)
-            is_unproven = last is not None and last.status.reason in _UNPROVEN
+            is_unproven = last and last.status.reason in _UNPROVEN
             if not last or not is_unproven or now >= last.ended_at + node_dead_s:
                 why, name = time_left.why_not(job.time_s), attempt_id(job.id, status.attempt + 1)
                 if why is None:

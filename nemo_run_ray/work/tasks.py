@@ -261,7 +261,7 @@ class _RayTask:
     @property
     def deadline(self) -> float:
         """When it takes too long, once it has begun."""
-        if self.begun_at is None:
+        if not self.begun_at:
             return math.inf
         # Which of several takes too long shows when each runs by itself.
         batch_s = _BATCH_END_S if len(self.items) > 1 else 0.0
@@ -376,7 +376,7 @@ class TaskQueue:
                 now = monotonic()
                 if now - began > _STILL_S:
                     for call in self._calls:
-                        if call.begun_at is not None:
+                        if call.begun_at:
                             call.begun_at += now - began
                 self._step(now)
         except BaseException as error:  # a fault of this thread must not leave callers waiting
@@ -446,17 +446,17 @@ class TaskQueue:
         alive = {"", *(node.node_id for node in nodes)}
         # Where a host has lost its power, Ray itself notices some minutes later.
         for call in list(self._calls):
-            if call.begun_at is not None and call.node_id not in alive:
+            if call.begun_at and call.node_id not in alive:
                 self._cancel(call)
                 self._was_lost(call, self._ray.exceptions.NodeDiedError("Its node has died."))
-        if self._slots or self._never_at is None:
+        if self._slots or not self._never_at:
             self._never_at = now + _NEVER_S
         elif now >= self._never_at:
             self._end(
                 self._unended(),
                 WorkerDied(f"No node can have a worker: {fit.why_not(self._request, nodes)}."),
             )
-        if self._tell_at is None or any(call.begun_at is not None for call in self._calls):
+        if not self._tell_at or any(call.begun_at for call in self._calls):
             self._tell_at = now + _FIRST_TELL_S
         elif now >= self._tell_at:
             self._tell_at = now + _TELL_S
@@ -475,7 +475,7 @@ class TaskQueue:
         It must be asked often: of a task that has failed Ray drops what it has yielded and nobody
         has read.
         """
-        unseen = {call.ref: call for call in self._calls if call.begun_at is None}
+        unseen = {call.ref: call for call in self._calls if not call.begun_at}
         if unseen:
             refs = [*unseen]
             for ref in self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
@@ -483,7 +483,7 @@ class TaskQueue:
 
     def _read_begin(self, call: _RayTask) -> None:
         """Read what a task has yielded first, unless that was done."""
-        if call.begun_at is None:
+        if not call.begun_at:
             with suppress(self._ray.exceptions.RayError, StopIteration):
                 call.node_id, call.begun_at = self._ray.get(next(call.ref)), monotonic()
 
@@ -542,8 +542,8 @@ class TaskQueue:
         crashed = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError)
         # The call may have ended the worker before its begin was seen; or it was dead before.
         most = 1 if isinstance(error, crashed) else LOSSES_MAX
-        if (call.begun_at is None or isinstance(error, lost)) and first.losses < most:
-            others = (one for one in self._calls if one.begun_at is not None)
+        if (not call.begun_at or isinstance(error, lost)) and first.losses < most:
+            others = (one for one in self._calls if one.begun_at)
             # A node on which no worker can start uses up no attempt while others can.
             is_local = isinstance(error, no_start) and not self._by_client and any(others)
             for item in call.items:
@@ -554,7 +554,7 @@ class TaskQueue:
         if self._by_client and monotonic() >= call.deadline:
             error = first.timed_out()
         elif isinstance(error, exceptions.RayError):
-            has_run = call.begun_at is not None or isinstance(error, crashed)
+            has_run = call.begun_at or isinstance(error, crashed)
             error = WorkerDied(
                 f"The worker for {first.function.name} "
                 f"{'has died' if has_run else 'could not be started'}: "

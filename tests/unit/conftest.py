@@ -32,7 +32,7 @@ def no_token(monkeypatch) -> None:
 
 
 @pytest.fixture
-def home(no_token, monkeypatch, tmp_path) -> Path:
+def user_home(no_token, monkeypatch, tmp_path) -> Path:
     """A home without a token."""
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path

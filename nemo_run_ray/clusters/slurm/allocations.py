@@ -84,7 +84,7 @@ class SlurmAllocation:
     @property
     def is_lost(self) -> bool:
         """Whether Slurm has its job no more."""
-        return bool(self.job) and self.slurm_answered and self.queued is None
+        return bool(self.job) and self.slurm_answered and not self.queued
 
     @property
     def asks_for_next(self) -> bool:
@@ -102,7 +102,7 @@ class SlurmAllocation:
             return True
         # Exit code 143 may be a requeue; the next answer of squeue tells. A job of which a node
         # hangs stays in the queue for hours.
-        is_unclear = self.queued is not None or not self.slurm_answered
+        is_unclear = self.queued or not self.slurm_answered
         return self.end.code == 143 and is_unclear and self.ended_s < _ASKING_S
 
 

@@ -433,7 +433,7 @@ def _why_unusable(newest: SlurmAllocation) -> str:
         return newest.why_over
     if newest.is_lost:
         return f"Slurm has no job {newest.job} any more; `sacct -j {newest.job}` may say why"
-    has_no_job = newest.slurm_answered and newest.queued is None
+    has_no_job = newest.slurm_answered and not newest.queued
     if has_no_job and newest.unchanged_s >= (RENEWAL_S if newest.is_renewal else _CLAIM_S):
         return "its client ended before Slurm had the job"
     return ""

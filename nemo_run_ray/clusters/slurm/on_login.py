@@ -245,7 +245,7 @@ class ClusterFolder:
         """
         path = self._lives / str(number)
         was_stopped, run = exists(f"{path}/stop"), _newest_run(path)
-        has_ended = run is not None and exists(f"{run}/end.json")
+        has_ended = run and exists(f"{run}/end.json")
         queue = _squeue() if has_ended else None
         if queue is not None and not _jobs_of(path, queue):
             return False  # it has ended, and Slurm is not about to start it again

@@ -331,13 +331,12 @@ def why_waiting(
         The line, and whether these nodes can never host the group, even when idle.
     """
     able_of, asked, never, busy = _able(spec, nodes), _sum(spec.roles), "", ""
-    is_apart = spec.strategy == "STRICT_SPREAD"
     for role in spec.roles:
         able, total = able_of[role.name], Counter[str]()
         for node in able.values():
             total.update(node.resources)
         rooms = (slots(node.resources, role.resources) for node in able.values())
-        room = len(able) if is_apart or role.spread == "STRICT_SPREAD" else sum(rooms)
+        room = len(able) if "STRICT_SPREAD" in (role.spread, spec.strategy) else sum(rooms)
         # The role, and others that no other nodes can host.
         inside = _sum(one for one in spec.roles if able_of[one.name].keys() <= able.keys())
         why = why_not(ResourceRequest(role.resources, role.label_selector), nodes)

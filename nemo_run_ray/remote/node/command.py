@@ -39,7 +39,7 @@ def environment(spec: JobSpec, run_dir: RunDir, given: Env, secrets: Env) -> dic
     """The variables of a task's command, over those that the node has set."""
     own = {name: run_dir.map(value) for name, value in spec.env.items()}
     env = {**given, **own, **secrets}
-    if spec.python is not None and os.path.isabs(spec.python):
+    if spec.python and os.path.isabs(spec.python):
         env["PATH"] = os.pathsep.join([os.path.dirname(spec.python), env.get("PATH", os.defpath)])
     # A task may call ray.init(runtime_env=…) itself; without this Ray refuses to merge the two.
     env.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
@@ -70,10 +70,10 @@ def in_shell(
 
     The interpreter comes first on ``PATH``, also after the profile.
     """
-    if argv[0] == "python" and python is not None:
+    if argv[0] == "python" and python:
         argv = [python, *argv[1:]]
     lines = ['nemo_run_ray_argv=("$@")', "set --"]  # a startup command may set the arguments
-    if python is not None and os.path.isabs(python):
+    if python and os.path.isabs(python):
         lines.append(f'export PATH={shlex.quote(os.path.dirname(python))}:"$PATH"')
     if startup:
         lines += [_FAILED, "trap nemo_run_ray_failed EXIT", _STOPPED]

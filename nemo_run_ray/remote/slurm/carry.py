@@ -66,7 +66,7 @@ class Allocation:
         self._ends_at: float | None = None
         #: The variables by which a dispatcher knows how long its jobs may take.
         self.ray_env: dict[str, str] = {}
-        if self._folder and settings.ends_at is not None:
+        if self._folder and settings.ends_at:
             remaining_s = settings.ends_at - time.time()
             margin_s = 0.0
             if settings.renew:

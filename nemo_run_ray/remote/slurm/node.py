@@ -219,7 +219,7 @@ class NodeProgram(ABC):
         # The second one is how NeMo-RL sees that Slurm has started its Ray.
         resources = {"worker_units": settings.worker_units, "slurm_managed_ray_cluster": 1}
         argv += [f"--resources={json.dumps(resources)}", "--disable-usage-stats", "--block"]
-        if settings.cpus is not None:
+        if settings.cpus:
             # Ray counts the CPUs of the machine, which may not all be the job's.
             argv.append(f"--num-cpus={settings.cpus}")
         if self.env.get("RAY_DEBUG") == "legacy":

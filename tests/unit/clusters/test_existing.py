@@ -10,7 +10,7 @@ from nemo_run_ray import ExistingCluster, RayExecutor
 from nemo_run_ray.clusters import from_record
 from nemo_run_ray.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("home")
+pytestmark = pytest.mark.usefixtures("user_home")
 
 URL, SAFE = "http://ray-head:8265", "https://ray-head:8265"
 
@@ -19,10 +19,10 @@ def _sent(**fields: object) -> str | None:
     return ExistingCluster(url=SAFE, **fields).connect().headers.get("Authorization")
 
 
-def test_a_token_is_looked_for_where_ray_looks(home, tmp_path, monkeypatch):
+def test_a_token_is_looked_for_where_ray_looks(user_home, tmp_path, monkeypatch):
     assert _sent() is None
-    (home / ".ray").mkdir()
-    (home / ".ray" / "auth_token").write_text("of-home\n")
+    (user_home / ".ray").mkdir()
+    (user_home / ".ray" / "auth_token").write_text("of-home\n")
     assert _sent() == "Bearer of-home"
     (tmp_path / "a token").write_text("  of-path\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "a token"))

@@ -14,7 +14,7 @@ from nemo_run_ray.remote import dashboard
 from nemo_run_ray.remote.dashboard import DashboardClient, RequestRefused, Unanswered, candidates
 from tests.http_server import Handler, serving
 
-pytestmark = pytest.mark.usefixtures("home")
+pytestmark = pytest.mark.usefixtures("user_home")
 
 VERSION = json.dumps({"version": "4", "ray_version": "2.60.0", "session_name": "session_1"})
 BODY = {"submission_id": "e.a", "entrypoint": "true", "metadata": {"é": "ü"}}
@@ -234,10 +234,10 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_token_is_found_where_ray_looks_for_it(sent, monkeypatch, home):
-    default = _write(home / ".ray" / "auth_token", "of-the-home\n")
+def test_the_token_is_found_where_ray_looks_for_it(sent, monkeypatch, user_home):
+    default = _write(user_home / ".ray" / "auth_token", "of-the-home\n")
     assert sent() == "Bearer of-the-home"
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(_write(home / "mine", " of-the-path \n")))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(_write(user_home / "mine", " of-the-path \n")))
     assert sent() == "Bearer of-the-path"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-variable")
     assert sent() == "Bearer of-the-variable"

@@ -52,7 +52,7 @@ from tests.fake_ray import (
     fake_ray,
 )
 
-pytestmark = pytest.mark.usefixtures("home")
+pytestmark = pytest.mark.usefixtures("user_home")
 
 
 @pytest.fixture
