@@ -370,6 +370,6 @@ def inspect(dashboard: Dashboard) -> Inspection:
         url=dashboard.url,
         version=ray_version,
         jobs=None if rows is None else (len(rows), sum(map(is_active, rows))),
-        nodes=None if room is None else room.nodes,
+        nodes=room and room.nodes,
         python=python.result(),
     )

@@ -847,7 +847,7 @@ def why_waiting(
         text = f"It asks for {ask}; no node can ever take it: {never}. Ray waits for such a node."
         return Reason.UNSCHEDULABLE, text
     node = best(ask, room.nodes)
-    if node is None or node.free is None or not (missing := scarce(ask, node)):
+    if not node or node.free is None or not (missing := scarce(ask, node)):
         return None
     count = len(room.nodes)
     which = f"the node {node.host}" if count == 1 else f"the best of {count} nodes, {node.host},"

@@ -80,10 +80,12 @@ class GroupDriver:
             while self._group.phase is not Phase.OVER:
                 if self._group.phase is not Phase.PLACING:
                     self._turn()
-                elif event := room.look():
-                    if event.kind is Kind.PLACED:
-                        self._start_actors(room)
-                    self._happened(event)
+                else:
+                    event = room.look()
+                    if event:
+                        if event.kind is Kind.PLACED:
+                            self._start_actors(room)
+                        self._happened(event)
                 if is_cancelled(self._runner):
                     self._happened(Event(Kind.STOP, words="cancelled"))
                 # Where Ray's log API serves it.
