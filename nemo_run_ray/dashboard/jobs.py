@@ -370,6 +370,6 @@ def inspect(dashboard: Dashboard) -> Inspection:
         url=dashboard.url,
         version=ray_version,
         jobs=None if rows is None else (len(rows), sum(map(is_active, rows))),
-        nodes=room and room.nodes,
+        nodes=room.nodes if room else None,
         python=python.result(),
     )

@@ -174,7 +174,8 @@ class RunFolder:
 
     def publish_end(self, end: RunEnd) -> RunEnd:
         """Publish that the run is over, unless an end is published; the end that counts."""
-        if published := self.end():
+        published = self.end()
+        if published:
             return published
         if end.renews:
             write_file(f"{self.path}/renews", "")
