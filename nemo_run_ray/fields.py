@@ -586,8 +586,11 @@ def _requirements(name: str, packages: str | Sequence[str], folder: Path = Path(
         return _requirements(name, text.strip().split("\n"), path.parent)
     requirements = []
     for line in packages:
-        if re.match(r"\s*(-c|--constraint)\b", line):
-            raise ConfigError(f"{_field(name)} has the line {line!r}; its file is not on the node.")
+        if re.match(r"\s*(-c|--constraint)", line):
+            raise ConfigError(
+                f"{_field(name)} has the line {line!r}, whose file is not on the node. Write the "
+                "constraints into the requirements."
+            )
         # A line that names another file of them.
         other = re.match(r"\s*(?:-r|--requirement)(?:\s+|=|(?<=-r))(?P<path>[^\s#]+)", line)
         requirements += _requirements(name, other["path"], folder) if other else [line]

@@ -177,19 +177,25 @@ def _row(job: RemoteJob, status: JobStatus, snapshot: Snapshot) -> Json:
     is_away = status.reason in (Reason.UNREACHABLE, Reason.CLUSTER_GONE)
     hosts = job.hosts_in(snapshot) if status.node and not is_away else {}
     for attempt in job.attempts_in(snapshot).values():
-        row = {"id": attempt.submission_id, **asdict(attempt), "seen_at": None}
-        row["host"] = hosts.get(attempt.node)
-        if status.state is JobState.LOST and not attempt.state.is_terminal:
-            # It is lost with its job, because its end was not seen.
-            row["state"] = JobState.LOST
-        attempts.append(row)
+        state = attempt.state
+        if status.state is JobState.LOST and not state.is_terminal:
+            state = JobState.LOST  # with its job, because its end was not seen
+        attempts.append(
+            {
+                "id": attempt.submission_id,
+                **asdict(attempt),
+                "seen_at": None,
+                "state": state.value,
+                "host": hosts.get(attempt.node),
+            }
+        )
     explained = status.reason in (Reason.ROOM, Reason.UNSCHEDULABLE)
     waits_for_room = status.detail if explained and status.state is JobState.PENDING else ""
     return {
         "job": job.name,
         "id": job.id,
         "handle": nemo.handle(job.id),
-        "state": status.state,
+        "state": status.state.value,
         "reason": status.reason.value,
         "message": status.message,
         "node": status.node,
@@ -265,7 +271,7 @@ def page(title: str, rows: Sequence[Json], began_at: float, now: float) -> str:
     for row in rows:
         for attempt in row["attempts"]:
             times = (attempt[f"{name}_at"] for name in ("posted", "running", "ended", "seen"))
-            moments += [at for at in times if at]
+            moments += filter(None, times)
     start, end = min(moments), max(moments)
     span_s = max(1.0, end - start)
     jobs = [{**row, "bars": _bars(row, began_at, end)} for row in rows]

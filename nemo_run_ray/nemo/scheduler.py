@@ -135,7 +135,7 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         self._batches: dict[str, Batch] = {}
         self._jobs: dict[str, RemoteJob] = {}
         self._is_announced = False
-        self._ask_at = monotonic() + _SERVICES_S  # for services that are not ready
+        self._ask_at: dict[str, float] = {}  # for the services of a group that are not ready
         #: Set when this process does not wait for the jobs any more.
         self._is_left = threading.Event()
         #: The place of each of the experiment's jobs, from 0, and the names of those before it.
@@ -259,8 +259,9 @@ class RayJobsScheduler(SchedulerMixin, Scheduler[Any]):
         if store_of(job.record.exp_dir).waiters:
             record([(job, status)], snapshot)
         _report(job, status)
-        if job.record.has_roles and monotonic() >= self._ask_at:
-            self._ask_at = monotonic() + _SERVICES_S
+        now = monotonic()
+        if job.record.has_roles and now >= self._ask_at.setdefault(app_id, now + _SERVICES_S):
+            self._ask_at[app_id] = now + _SERVICES_S
             group = job.roles(status)
             if group and (services := not_ready(group)):
                 text = f"{job.id} waits for its services: {'; '.join(services)}"

@@ -334,7 +334,7 @@ def status_of_row(row: JobRow) -> JobStatus:
             return JobStatus(state, reason, cause, node)
     lines = [line for line in log.splitlines() if not _FRAME.search(line)]
     printed = [line for line in lines if not line.startswith("nemo_run_ray| ")]
-    # Else a line of ours says why.
+    # A job with a line of ours needs no hint, unless that line only repeats the exit code.
     if printed == lines or (record and record.text.endswith(describe_exit(code))):
         # NeMo-Run's warning that it could not run the script of a function of `__main__`.
         first = [line for line in printed if "Failed to load external main: " in line]

@@ -184,9 +184,6 @@ class Pool:
 
     def _queue(self, reserved: Json) -> TaskQueue:
         """The queue for workers that reserve this."""
-        wrong = ", ".join(reserved.keys() - TaskQueue.__init__.__annotations__.keys())
-        if wrong:
-            raise ConfigError(f"There is no argument {wrong}; docs/guides/work.md lists them.")
         key = repr(sorted(reserved.items()))
         with self._lock:
             if self._is_closed:

@@ -56,7 +56,7 @@ LOSSES_MAX = 3
 FUNCTIONS_MAX = 100
 #: Seconds between two looks at the nodes and at futures that were cancelled.
 _LOOK_S = 1.0
-#: Seconds after which this program stood still, and no call is late: its answer could not come in.
+#: If this program stood still for more seconds, no call counts as late: its answer could not come.
 _STILL_S = 1.2
 #: Seconds, at least, between two questions to Ray which tasks have begun: an answer takes some ms.
 _BEGUN_S = 0.1
@@ -321,7 +321,7 @@ class TaskQueue:
         self._waiting = deque[Item]()
         self._calls = set[_RayTask]()
         self._slots = 1
-        self._look_at = self._ask_at = 0.0
+        self._look_at = self._ask_at = self._send_at = 0.0
         # When to say that no task begins, and to fail since no node is large enough.
         self._tell_at: float | None = None
         self._never_at: float | None = None
@@ -369,16 +369,18 @@ class TaskQueue:
                 if not (is_busy := bool(self._waiting or self._calls)):
                     self._tell_at = self._never_at = None
                 began = monotonic()
+                event = None
                 with suppress(queue.Empty):
-                    self._events.get(timeout=0.2 if is_busy else None)()
-                    while True:
-                        self._events.get_nowait()()
-                now = monotonic()
-                if now - began > _STILL_S:
-                    for call in self._calls:
-                        if call.begun_at:
-                            call.begun_at += now - began
-                self._step(now)
+                    event = self._events.get(timeout=0.2 if is_busy else None)
+                waited_s = monotonic() - began
+                for call in self._calls if waited_s > _STILL_S else ():
+                    if call.begun_at:
+                        call.begun_at += waited_s
+                with suppress(queue.Empty):
+                    while event:
+                        event()
+                        event = self._events.get_nowait()
+                self._step(monotonic())
         except BaseException as error:  # a fault of this thread must not leave callers waiting
             with self._lock:
                 self._closed = error
@@ -406,7 +408,7 @@ class TaskQueue:
             self._end([one for one in self._waiting if one.future.cancelled()], CancelledError())
             with suppress(self._ray.exceptions.RayError, RuntimeError, OSError):
                 self._look(now)  # else the head does not answer
-        while self._waiting:
+        while self._waiting and now >= self._send_at:
             first = self._waiting[0]
             function, most, size_bytes = first.function, self._slots, len(first.data)
             if function.seconds <= 0.25:  # of longer ones none waits in Ray
@@ -544,8 +546,10 @@ class TaskQueue:
         most = 1 if isinstance(error, crashed) else LOSSES_MAX
         if (not call.begun_at or isinstance(error, lost)) and first.losses < most:
             others = (one for one in self._calls if one.begun_at)
-            # A node on which no worker can start uses up no attempt while others can.
+            # A node on which no worker can start uses up no attempt while others can. It fails at
+            # once, and would get all items.
             is_local = isinstance(error, no_start) and not self._by_client and any(others)
+            self._send_at = monotonic() + is_local
             for item in call.items:
                 item.losses += not is_local
                 item.is_alone |= isinstance(error, crashed)

@@ -48,7 +48,9 @@ def test_new_names_win_and_one_of_each_suffices(applied):
     known = fields()
     del known["client_id"]
     with pytest.warns(DeprecationWarning, match="app_id is now called client_id"):
-        executor = DGXCloudExecutor(**known, client_id=None, app_id="old")
+        executor = DGXCloudExecutor(**known, app_id="old")
+    with pytest.warns(DeprecationWarning, match="app_id is now called client_id"):
+        assert DGXCloudExecutor(**known, client_id=None, app_id="old") == executor
     assert executor.clone() == executor == make_executor(client_id="old")
     assert "app_id" not in executor.to_config().__arguments__
 

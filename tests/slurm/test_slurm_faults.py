@@ -69,6 +69,7 @@ def _without(what: str, slurm: Slurm, host: str) -> Iterator[None]:
         if what == "power":
             slurm.bed("up", "4")
             slurm.bed("slurmd", host)
+            slurm.wait_idle()
         else:
             slurm.bed("heal", host)
 
@@ -168,7 +169,6 @@ def test_a_worker_loses_power(slurm, start):
         wait_for(lambda: (job.run / "end.json").exists(), 60)
         assert "node n4 (rank 3)" in job.why
         wait_for(lambda: not slurm.processes(str(job.folder)), 60)
-    slurm.wait_idle()
     job.wait_gone()
 
 
@@ -180,7 +180,6 @@ def test_the_head_loses_power(slurm, start):
     with _without("power", slurm, "n1"):
         wait_for(lambda: not slurm.processes(str(job.run)), 60)
         assert job.wait(within_s=120)[0] == "NODE_FAIL"
-    slurm.wait_idle()
     job.wait_gone()
 
 
@@ -229,7 +228,6 @@ def test_without_fail_fast_a_node_may_lose_its_power(slurm, start):
     job.wait_ready()
     with _without("power", slurm, "n4"):
         assert job.wait(within_s=150) == ("FAILED", "4:0"), job.told
-    slurm.wait_idle()
     assert "the driver: exit code 4" in job.why
     job.wait_gone()
 
@@ -547,7 +545,6 @@ def test_a_worker_that_loses_power_before_it_begins(slurm, start):
         wait_for(lambda: (job.run / "exit_code").exists(), 75)
     assert job.wait(within_s=90)[0] == "FAILED"
     job.wait_gone()
-    slurm.wait_idle()
 
 
 def _is_over(slurm: Slurm, job: RayOnSlurm) -> bool:

@@ -142,7 +142,7 @@ def test_files_that_requirements_include_are_read_too(weird_tmp_path, monkeypatc
     }
     assert resolve_runtime_env({"pip": ["-rreq.txt", "ray-x"]}) == {"pip": [*expected, "ray-x"]}
     (weird_tmp_path / "sub" / "other.txt").write_text("-c constraints.txt")
-    with pytest.raises(ConfigError, match="its file is not on the node"):
+    with pytest.raises(ConfigError, match="whose file is not on the node"):
         resolve_runtime_env({"pip": "req.txt"})
 
 

@@ -125,8 +125,11 @@ def read(document: Document, profile: str, environ: Env) -> Document:
         file.put_or(("preflight", "enabled"), True, ("preflight", "enabled"))
         file.put_or(("preflight", "strict"), True, ("preflight", "strict_label_check"))
         labels = ("preflight", "required_node_labels")
-        rows = [{key: str(one) for key, one in row.items()} for row in file.of(list, *labels)]
-        file.put(("preflight", "required_labels"), rows, labels)
+        file.put(
+            ("preflight", "required_labels"),
+            [_texts(row) if isinstance(row, dict) else row for row in file.of(list, *labels)],
+            labels,
+        )
         totals = ("preflight", "min_cluster_resources")
         for key, amount in file.of(dict, *totals).items():
             resource = _RESOURCES.get(key.strip().lower(), str(key))
@@ -157,11 +160,11 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
     file.put(("cluster", "address"), file.of(str, *place), place)
     selector, label_key, images = ((section, key) for key in _LABELS)
     if file.get(*selector):
-        file.put(("defaults", "label_selector"), _labels(file, selector), selector)
+        file.put(("defaults", "label_selector"), _texts(file.of(dict, *selector)), selector)
     if file.get(*label_key):
         file.put(("image_label_key",), file.get(*label_key), label_key)
     for image in file.of(dict, *images):
-        labels = _labels(file, (*images, image))
+        labels = _texts(file.of(dict, *images, image))
         if set(labels) == {"key", "value"}:
             labels = {labels["key"]: labels["value"]}
         file.put(("image_labels", image), labels, (*images, image))
@@ -170,11 +173,10 @@ def _put_backend(file: Translation, section: str, name: str) -> None:
     file.ignore_rest((section,), ("name", "kubernetes", "working_dir", place[-1], *_LABELS))
 
 
-def _labels(file: Translation, path: KeyPath) -> Json:
+def _texts(labels: Json) -> Json:
     """Labels; a number is one as NeMo-Skills writes it."""
     return {
-        key: str(value) if type(value) in (int, float) else value
-        for key, value in file.of(dict, *path).items()
+        key: str(value) if type(value) in (int, float) else value for key, value in labels.items()
     }
 
 

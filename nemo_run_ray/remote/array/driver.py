@@ -40,12 +40,13 @@ from .elements import ElementState, HostRecord, Leases
 _LOOK_S = 1.0
 #: Seconds at the end, beyond the grace period, for hosts that have died or do not answer.
 _CLOSE_S = 60.0
-#: Seconds for which a full disk of the head is waited for when no element runs.
-_DISK_S = 300.0
+#: Seconds for which a full disk of the head is waited for: elements that run meanwhile continue.
+_DISK_S = 3600.0
 #: Hosts that die on a node without a reason before it counts as one that cannot run elements; any
 #: may be killed once.
 _DEATHS_MAX = 5
-#: Nodes that cannot run elements, or failures of a runtime environment, that stand for all others.
+#: The array gives up after this many nodes that cannot run elements, or failures of the runtime
+#: environment, while other jobs hold all other nodes.
 _REFUSALS_MAX = 3
 #: Seconds until a node is tried again where no host could begin, at first and at most.
 _AGAIN_S, _AGAIN_MAX_S = 5.0, 300.0
@@ -101,7 +102,7 @@ class Host(ReplicaHandle):
 
     Attributes:
         slots: how many elements it runs at a time.
-        is_slow: it has returned elements, and none has ended since then.
+        is_slow: it has returned elements, and gets no others until one has ended there.
     """
 
     slots: int = 0
@@ -310,7 +311,8 @@ class ArrayDriver:
         elif limit is not None and failed > limit and not self._is_stopped:
             say(f"ending the array: more than {limit} elements have failed (max_failures)")
             self._stop()
-        over = self._progress.ended_count + len(self._progress.unwanted)  # which may hang
+        # A cancelled element may hang: the array does not wait for it.
+        over = self._progress.ended_count + len(self._progress.unwanted)
         is_settled = self._is_stopped or over == self._progress.count
         if is_settled and not self._settled_at:
             self._settled_at = self._look_at = now  # the next turn looks, and ends idle hosts
@@ -322,7 +324,7 @@ class ArrayDriver:
         """Write down what has changed, and return when the disk has it: whether it has.
 
         A disk that is full is waited for: meanwhile no element is started, and those that run
-        continue. A cancelled array waits no longer, and one of which nothing runs not for ever.
+        continue. A cancelled array does not wait, and any other one fails after ``_DISK_S``.
         """
         seconds = 0.0
         while True:
@@ -332,7 +334,7 @@ class ArrayDriver:
             except OSError as error:
                 if not seconds % _TELL_S:
                     say(f"the head cannot write its journal ({error}); no element starts meanwhile")
-                if seconds >= _DISK_S and not any(self._progress.held.values()):
+                if seconds >= _DISK_S:
                     words = f"the head could not write the array's journal for {_DISK_S:.0f} s"
                     self.broken = Reason.EXIT_CODE, f"{words}: {error}"
                     self._stop()
@@ -388,10 +390,9 @@ class ArrayDriver:
         """Lease elements to the hosts; the disk has it before a host hears of it."""
         rows: Dict[Host, List[List[Any]]] = {}
         for host in self.hosts.values():
-            if host.state is not HostState.READY:
+            if host.state is not HostState.READY or host.is_slow:
                 continue
-            held = self._progress.held[host.number]
-            most = host.slots if host.is_slow else self._leases.most_held(host.slots)
+            held, most = self._progress.held[host.number], self._leases.most_held(host.slots)
             while len(held) < most and (row := self._leases.take(host.number)):
                 rows.setdefault(host, []).append(row)
         self._commit()

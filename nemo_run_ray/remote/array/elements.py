@@ -335,7 +335,7 @@ class Leases:
         return [record.element, record.attempt, self._element(record.element)]
 
     def give_back(self, host: int, begun: Sequence[Sequence[int]] | None = None) -> None:
-        """Let all elements wait again of a host that has none of them any more.
+        """Let the elements of a host wait again; it runs none of them any more.
 
         All may have begun, or those attempts that are given.
         """
@@ -365,7 +365,7 @@ class Leases:
         """Note how an element has ended; false when the host did not have it.
 
         The row has its index, attempt, exit code, seconds, how it ended in words, and its result.
-        The exit code of one that has not begun is ``None``, and the last value.
+        Of an element that has not begun, the exit code is ``None`` and the row ends there.
         """
         element, attempt, code = row[:3]
         if code is None:

@@ -81,7 +81,7 @@ _NO_MARK = b""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Seconds between two looks for processes that elements have left.
 _LOOK_S = 0.5
-#: Seconds without a begin or an end until what waits is returned; quick ones take less.
+#: Seconds without a start or an end after which waiting elements are returned.
 _PATIENCE_S = 10.0
 #: Errors of a node that has no room for another process, or for its descriptors.
 _NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -253,7 +253,10 @@ class HostProcess:
     def _refused(self, element: RunningElement, reason: str) -> None:
         """Let an element wait for which the node has no room."""
         self._unstarted(element)
-        self._start_at, self._no_room = monotonic() + _LOOK_S, reason
+        now = monotonic()
+        if now >= self._start_at + _PATIENCE_S:  # the first refusal for long
+            self._moved_at = now
+        self._start_at, self._no_room = now + _LOOK_S, reason
 
     def _unstarted(self, element: RunningElement) -> None:
         """Let an element wait again that no process has begun."""

@@ -40,9 +40,11 @@ class Notes:
 
     def add(self, row: Sequence[Any]) -> None:
         """Note that an element is about to begin (index, attempt), or how it has ended."""
-        try:
-            os.write(self._fd, b"\n" + json.dumps(row).encode())  # the last line may be torn
-        except OSError:  # a full disk: without its notes all that the host had may have begun
+        data, written = b"\n" + json.dumps(row).encode(), 0
+        with suppress(OSError):
+            written = os.write(self._fd, data)
+        if written < len(data):
+            # The disk is full. Without the file, the driver counts all that the host had as begun.
             forget(self._run_dir)
 
 

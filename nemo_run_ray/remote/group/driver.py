@@ -167,12 +167,7 @@ class GroupDriver:
                     self._happened(Event(Kind.UNPREPARED, handle.replica_id, words, cause=cause))
             if now >= self._tell_at and waiting:
                 self._tell_at = now + _TELL_S
-                texts = [
-                    f"{name(one.replica_id)} on {one.node.host}"
-                    + " (Ray makes its runtime_env)"
-                    * bool(one.role.runtime_env and not one.answers)
-                    for one in waiting[:8]
-                ]
+                texts = [f"{name(one.replica_id)} on {one.node.host}" for one in waiting[:8]]
                 say(f"waiting for {len(waiting)} replica(s) to be prepared: {', '.join(texts)}")
         for handle, reports in self._actors.answers():
             for report in reports:
@@ -334,26 +329,27 @@ def why_waiting(
     """
     able_of, asked, never, busy = _able(spec, nodes), _sum(spec.roles), "", ""
     for role in spec.roles:
-        able, total = able_of[role.name], Counter[str]()
-        for node in able.values():
-            total.update(node.resources)
-        rooms = (slots(node.resources, role.resources) for node in able.values())
-        room = len(able) if "STRICT_SPREAD" in (role.spread, spec.strategy) else sum(rooms)
-        # The role, and others that no other nodes can host.
-        inside = _sum(one for one in spec.roles if able_of[one.name].keys() <= able.keys())
         why = why_not(ResourceRequest(role.resources, role.label_selector), nodes)
-        idle = f"the {len(able)} node(s) that can host one, idle, cannot give that at once"
+        able = able_of[role.name].values()
+        is_apart = "STRICT_SPREAD" in (role.spread, spec.strategy)
+        room = sum(1 if is_apart else slots(node.resources, role.resources) for node in able)
         if not why and role.replicas > room:
             why = (
-                f"its {role.replicas} replicas ask for {amounts_text(role.resources)} each; {idle}"
+                f"its {role.replicas} replicas ask for {amounts_text(role.resources)} each; the "
+                f"{len(able)} node(s) that can host one, idle, cannot give that at once"
             )
-        elif not why and not fits(inside, total):
-            why = f"with other roles of its nodes it asks for {amounts_text(inside)}; {idle}"
         if why and not never:
             never = f"{role.name}: {why}"
         if not busy and not fits(role.resources, available):
-            names = ", ".join(sorted(node.host for node in able.values())[:8])
+            names = ", ".join(sorted(node.host for node in able)[:8])
             busy = f"{role.name}/0 waits: the nodes that can host it are busy ({names})"
+    for some in (*able_of.values(), {node.node_id: node for node in nodes}):
+        total = Counter[str]()
+        for node in some.values():
+            total.update(node.resources)
+        inside = _sum(role for role in spec.roles if able_of[role.name].keys() <= some.keys())
+        if not never and not fits(inside, total):
+            never = f"{len(some)} node(s), idle, cannot give {amounts_text(inside)} at once"
     never = never or infeasible
     # What is free is known of all nodes together.
     together = "all bundles start together, and the nodes that can take them have too little free"

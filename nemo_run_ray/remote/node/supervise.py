@@ -17,7 +17,6 @@ tag.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import math
 import os
@@ -424,10 +423,7 @@ def explain_start(
     """The exit code of a command that could not be started, and why, in words."""
     host, program = socket.gethostname(), argv[0]
     if not isinstance(error, FileNotFoundError):
-        text = f"exit code 126: {program!r} cannot be started on node {host}: {error}"
-        if getattr(error, "errno", 0) == errno.E2BIG:
-            text += ". Linux takes 128 KiB for one argument or variable: put it into a file"
-        return 126, text
+        return 126, f"exit code 126: {program!r} cannot be started on node {host}: {error}"
     if not os.path.isdir(cwd or "."):
         why = f"the folder {cwd} does not exist on node {host}"
     elif "/" in program and os.path.exists(os.path.join(cwd or "", program)):

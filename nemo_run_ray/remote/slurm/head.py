@@ -59,10 +59,9 @@ class Head(NodeProgram):
         if not self.ray:
             try:
                 self._allocation.begin()
-            except OSError as error:
+            except OSError:
                 if monotonic() - self.began > _READ_S:
                     raise
-                self.say(f"Earlier chains cannot be read yet: {error}")
                 return end
             own = partial(os.open, mode=0o600)
             with open(f"{self.settings.run}/token", "w", opener=own) as file:

@@ -110,7 +110,6 @@ def test_a_failure_that_ends_a_program_shows_where_the_function_has_raised():
         ({"failures": "drop"}, "failures is 'drop'; expected is 'raise' or 'yield'"),
         ({"timeout_s": 0}, "timeout_s is 0; expected is a number above 0, or None"),
         ({"retries": -1}, "retries is -1; expected is a whole number from 0"),
-        ({"timeout": 3}, "There is no argument timeout; docs"),
     ],
 )
 def test_wrong_arguments_are_refused_at_the_call(options, message):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, wait
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -274,12 +275,18 @@ def test_a_call_has_its_time_from_when_it_has_begun(send, ray):
 
 
 def test_a_program_that_stood_still_has_no_late_calls(send, ray, monkeypatch):
-    monkeypatch.setattr(tasks, "_STILL_S", 0.3)
-    (item,) = send(timeout_s=0.5)
+    monkeypatch.setattr(tasks, "_STILL_S", 0.5)
+    (item,) = send(timeout_s=1.0)
     task = next_task(ray, 0, "one")
     wait_for(lambda: not task.yielded)
-    send.queue._post(lambda: time.sleep(0.8))
-    time.sleep(0.6)
+    events, seconds = send.queue._events, iter([2.0])
+    late = Mock(wraps=events)
+    late.get.side_effect = lambda timeout: (
+        time.sleep(next(seconds, 0)),
+        events.get(timeout=timeout),
+    )[1]
+    send.queue._events = late
+    time.sleep(2.7)
     task.finish(2)
     assert item.future.result(10) == 2
 

@@ -63,7 +63,7 @@ def candidates(request: ResourceRequest, nodes: list[Node]) -> set[str]:
         (
             [role("a", 2, CPU=3), role("b", CPU=3)],
             [node(1), node(2)],
-            "a: with other roles of its nodes it asks for CPU 9; the 2 node(s) that can host one",
+            "2 node(s), idle, cannot give CPU 9 at once",
         ),
         (
             [role("a", 3, CPU=2)],
@@ -76,8 +76,15 @@ def candidates(request: ResourceRequest, nodes: list[Node]) -> set[str]:
         (
             [role("a", zone="eu", CPU=4), role("b", zone="eu", CPU=2)],
             [node(1, {"zone": "eu"}), node(2)],
-            "a: with other roles of its nodes it asks for CPU 6",
+            "1 node(s), idle, cannot give CPU 6 at once",
         ),
+        (
+            [role("a", 2, zone="in(a,b)", CPU=4), role("b", 2, zone="in(b,c)", CPU=4)],
+            [node(number, {"zone": zone}) for number, zone in enumerate("abc")],
+            "3 node(s), idle, cannot give CPU 16 at once",
+        ),
+        ([role("a", 4, CPU=2), role("b", zone="eu")], [node(1)], "a: its 4 replicas"),
+        ([role("a", CPU=3), role("b", zone="eu")], [node(1)], "b: no node has the label zone=eu"),
         ([role("a")], [], "a: the cluster has no living node"),
         # Ten times 0.1 is a little less or more than 1 for a computer, and exactly 1 for Ray.
         ([role("a", 10, GPU=0.1), role("b", 3, CPU=0.1)], [node(1, CPU=0.3, GPU=1)], ""),
