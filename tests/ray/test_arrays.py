@@ -40,6 +40,17 @@ def test_a_partial_and_its_results(start, isolation):
     assert lines_of(log, 5) == ["trained 2 with 3"]
 
 
+def test_an_element_that_kills_its_hosts_fails_alone(start):
+    task = run.Script(inline='sleep 0.3; eval "$KILLS"')
+    job = start(array(task, over={"env.KILLS": ["", "kill -9 $PPID", "", "", ""]}))
+
+    state, _, log = finish(job)
+
+    assert (state, job.elements["succeeded"]) == ("FAILED", 4), log
+    (failed,) = job.select_elements("failed")
+    assert (failed.index, failed.reason) == (1, "its host has died 4 times")
+
+
 def test_tasks_of_any_kind_are_elements_with_names_of_their_own(start, tmp_path):
     """One of them leaves a process, which ends with it, and one writes without end."""
     leaves = f"(setsid sleep 1000 & echo $! > {tmp_path}/pid); sleep 0.2"

@@ -279,12 +279,9 @@ def test_a_program_that_stood_still_has_no_late_calls(send, ray, monkeypatch):
     (item,) = send(timeout_s=1.0)
     task = next_task(ray, 0, "one")
     wait_for(lambda: not task.yielded)
-    events, seconds = send.queue._events, iter([2.0])
+    events, naps = send.queue._events, iter([2.0])
     late = Mock(wraps=events)
-    late.get.side_effect = lambda timeout: (
-        time.sleep(next(seconds, 0)),
-        events.get(timeout=timeout),
-    )[1]
+    late.get.side_effect = lambda timeout: time.sleep(next(naps, 0)) or events.get(timeout=timeout)
     send.queue._events = late
     time.sleep(2.7)
     task.finish(2)
