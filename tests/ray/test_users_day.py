@@ -1,6 +1,7 @@
 """A user's day: run, tail, detach, lose the client, find everything again, cancel."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -87,7 +88,8 @@ def test_tasks_of_all_kinds_run_and_their_logs_are_tailed(project, where, unique
 
 
 def test_a_detached_job_outlives_its_client_and_is_found_again(project, where, unique, api):
-    done = python("train.py", unique, where, "detach", cwd=project)
+    env = {**os.environ, "TMPDIR": str(project.parent)}  # a killed client leaves its files there
+    done = python("train.py", unique, where, "detach", cwd=project, env=env)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     (experiment_id,) = re.findall(r"^ID (\S+)$", done.stdout, re.M)
     job = f"{experiment_id}.long"
